@@ -1,0 +1,132 @@
+"""How requests and responses look on the wire; shared by the two clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+from tritonclient.grpc import InferResult, service_pb2
+
+T = TypeVar("T")
+Prompt = str | Sequence[int] | list[dict[str, str]]
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # gRPC waits up to two minutes between attempts otherwise, so a server that starts is seen late.
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+NO_FINAL_RESPONSE = "the server closed the stream before the final response of the request"
+CLOSED = "the client is closed"
+
+
+class SangamError(Exception):
+    """A request that failed, in the server or on the way to it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    text: str
+    output_ids: list[int]
+    finish_reason: str | None
+    num_input_tokens: int | None
+    num_output_tokens: int | None  # of this chunk alone
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    text: str
+    output_ids: list[int]
+    finish_reason: str | None
+    num_input_tokens: int | None
+    num_output_tokens: int | None
+
+
+def infer_request(
+    model: str, prompt: Prompt, request_id: str, sampling: dict[str, Any], *, stream: bool
+) -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    # Without it a request that ends with an empty final response would never seem to end.
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    _add_prompt(request, prompt)
+    if sampling:
+        _add_string(request, "sampling_parameters", json.dumps(sampling))
+    _add_flag(request, "stream", stream)
+    _add_flag(request, "exclude_input_in_output", True)
+    for output in ("finish_reason", "num_input_tokens", "num_output_tokens"):
+        _add_flag(request, f"return_{output}", True)
+    return request
+
+
+def _add_prompt(request: Any, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        _add_string(request, "text_input", prompt)
+    elif len(prompt) > 0 and isinstance(prompt[0], dict):
+        _add_string(request, "messages", json.dumps(prompt))
+    else:
+        tensor = request.inputs.add(name="input_ids", datatype="INT32", shape=[len(prompt)])
+        tensor.contents.int_contents.extend(prompt)
+
+
+def _add_string(request: Any, name: str, value: str) -> None:
+    tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(value.encode())
+
+
+def _add_flag(request: Any, name: str, value: bool) -> None:
+    tensor = request.inputs.add(name=name, datatype="BOOL", shape=[1])
+    tensor.contents.bool_contents.append(value)
+
+
+def parse_response(response: Any) -> Chunk:
+    if response.error_message:
+        raise SangamError(response.error_message)
+    result = InferResult(response.infer_response)
+    return Chunk(
+        text=b"".join(_values(result, "text_output")).decode(),
+        output_ids=_values(result, "output_ids"),
+        finish_reason=b"".join(_values(result, "finish_reason")).decode() or None,
+        num_input_tokens=_last(_values(result, "num_input_tokens")),
+        num_output_tokens=_total(_values(result, "num_output_tokens")),
+        final=response.infer_response.parameters["triton_final_response"].bool_param,
+    )
+
+
+def _values(result: Any, name: str) -> list[Any]:
+    array = result.as_numpy(name)
+    return [] if array is None else list(array.reshape(-1).tolist())
+
+
+def join(chunks: Iterable[Chunk]) -> Completion:
+    got = list(chunks)
+    return Completion(
+        text="".join(chunk.text for chunk in got),
+        output_ids=[token for chunk in got for token in chunk.output_ids],
+        finish_reason=_last([chunk.finish_reason for chunk in got]),
+        num_input_tokens=_last([chunk.num_input_tokens for chunk in got]),
+        num_output_tokens=_total([chunk.num_output_tokens for chunk in got]),
+    )
+
+
+def _last(values: Iterable[T | None]) -> T | None:
+    known = [value for value in values if value is not None]
+    return known[-1] if known else None
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def transport_error(error: Any, timeout: float | None) -> SangamError:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
+        return SangamError(f"timed out after {timeout:g} s")
+    return SangamError(f"{error.code().name}: {error.details()}")

@@ -1,0 +1,118 @@
+"""What the engine is told before it starts: the model's shapes and the instance's limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+Family = Literal["llada", "dream"]
+QueueOrder = Literal["arrival", "fewest_remaining_blocks"]
+
+
+class ConfigError(ValueError):
+    """A checkpoint or a setting that cannot be served; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shapes and constants of a checkpoint, in one vocabulary for both families."""
+
+    family: Family
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    """Rows of the embedding and of the LM head."""
+    rope_theta: float
+    rope_in_float32: bool
+    """LLaDA rotates in float32, Dream in the dtype of the model."""
+    rms_norm_eps: float
+    qkv_bias: bool
+    logit_shift: int
+    """The token at position p is predicted by the logits of position p - logit_shift."""
+    max_sequence_length: int
+    mask_token_id: int
+    stop_token_ids: frozenset[int]
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_size_per_token(self) -> int:
+        """Numbers that K and V of one position take over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The settings of one instance. In config.pbtxt each is a parameter of the same name."""
+
+    model: str
+    """A checkpoint directory or a hub id."""
+    role: Literal["colocated"] = "colocated"
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto is bfloat16 on CUDA and float32 on a CPU."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """dummy makes random weights of the config's shapes."""
+    block_length: int = 32
+    """Tokens of a block where a request names none."""
+    max_batch_size: int = 64
+    """Requests that hold KV pages at once."""
+    max_tokens_per_iteration: int = 2048
+    """The token budget T of the scheduler."""
+    queue_order: QueueOrder = "arrival"
+    max_sequence_length: int = 0
+    """Longest prompt plus canvas; 0 is the model's own limit."""
+    kv_cache_tokens: int = 0
+    """Positions of the KV pool; 0 sizes it from the free memory."""
+    memory_utilization: float = 0.9
+    """Share of the free device memory that the KV pool may take."""
+    backlog: int = 0
+    """Requests an instance holds before it leaves more to the others; 0 is max_batch_size."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("block_length", 1, 1024),
+            ("max_batch_size", 1, 4096),
+            ("max_tokens_per_iteration", 1, 1 << 20),
+            ("max_sequence_length", 0, 1 << 20),
+            ("kv_cache_tokens", 0, 1 << 40),
+            ("memory_utilization", 0.01, 1.0),
+            ("backlog", 0, 1 << 20),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} is {value}, must be from {low} to {high}")
+        hints = get_type_hints(EngineConfig)
+        for name in ("role", "dtype", "load_format", "queue_order"):
+            known = get_args(hints[name])
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, must be one of {known}")
+
+    @classmethod
+    def from_strings(cls, values: Mapping[str, str]) -> EngineConfig:
+        """Builds a config from the parameters of a Triton model, which are all strings.
+
+        Raises:
+            ConfigError: an unknown name, or a value that does not parse.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        parsed: dict[str, Any] = {}
+        for name, text in values.items():
+            if name not in fields:
+                raise ConfigError(f"unknown parameter {name!r}, known are {', '.join(fields)}")
+            parse = {"int": int, "float": float}.get(str(fields[name].type), str)
+            try:
+                parsed[name] = parse(text)
+            except ValueError:
+                raise ConfigError(f"{name} is {text!r}, must be of type {fields[name].type}")
+        if not parsed.get("model"):
+            raise ConfigError("parameter model is missing: a checkpoint directory or a hub id")
+        return cls(**parsed)

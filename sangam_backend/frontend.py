@@ -1,0 +1,127 @@
+"""From what a client sends to a request of the engine: prompt forms, checks, defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sangam_backend.config import EngineConfig, ModelConfig
+from sangam_backend.models import find_checkpoint
+from sangam_backend.models.transformer import Transformer
+from sangam_backend.parameters import Limits, invalid, parse_sampling
+from sangam_backend.request import Request
+from sangam_backend.text import TextStream, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The three forms a prompt may have; exactly one is given."""
+
+    input_ids: list[int] | None = None
+    text_input: str | None = None
+    messages: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        forms = ("text_input", "messages", "input_ids")
+        given = [name for name in forms if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise invalid(f"exactly one of {', '.join(forms)} must be given, found {found}")
+
+
+def parse_messages(text: str) -> list[Any]:
+    """The messages input, a JSON list."""
+    try:
+        messages = json.loads(text)
+    except ValueError as error:
+        raise invalid(f"messages is not valid JSON: {error}") from None
+    if not isinstance(messages, list):
+        raise invalid(f"messages must be a JSON list, not {type(messages).__name__}")
+    return messages
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """Knows the checkpoint's tokenizer and the instance's limits."""
+
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    limits: Limits
+
+    def new_request(
+        self, request_id: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bool
+    ) -> Request:
+        """Tokenises the prompt and checks it and the sampling parameters.
+
+        Raises:
+            RequestError: the message names the field, its value and the limit.
+        """
+        ids = self.encode(prompt)
+        params = parse_sampling(sampling, ids, self.limits)
+        return Request(
+            request_id=request_id,
+            prompt=ids,
+            params=params,
+            stop_token_ids=self.model.stop_token_ids,
+            mask_token_id=self.model.mask_token_id,
+            text=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
+            stream=stream,
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt in any form, at least one of them."""
+        if prompt.input_ids is not None:
+            ids = _check_ids(prompt.input_ids, self.model.vocab_size)
+        elif self.tokenizer is None:
+            raise invalid("this checkpoint has no tokenizer, so the prompt must be input_ids")
+        elif prompt.text_input is not None:
+            ids = self._encode_text(self.tokenizer, prompt.text_input)
+        else:
+            ids = self._encode_chat(self.tokenizer, prompt.messages or [])
+        if not ids:
+            raise invalid("the prompt is empty, at least one token is needed")
+        return ids
+
+    def _encode_text(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        try:
+            return tokenizer.encode(text)
+        except ValueError as error:
+            raise invalid(f"text_input cannot be tokenised: {error}") from None
+
+    def _encode_chat(self, tokenizer: Tokenizer, messages: list[Any]) -> list[int]:
+        for index, message in enumerate(messages):
+            fields = message if isinstance(message, dict) else {}
+            if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+                raise invalid(f"messages[{index}] must be an object with strings role and content")
+        try:
+            return tokenizer.encode_chat(messages) if messages else []
+        except ValueError as error:
+            raise invalid(f"messages cannot be rendered: {error}") from None
+
+
+def open_frontend(model: Transformer, config: EngineConfig, pool_tokens: int) -> Frontend:
+    """The frontend of a loaded model; the tokenizer's turn end joins the model's stop tokens."""
+    directory = find_checkpoint(config.model, config.load_format)
+    tokenizer = Tokenizer.load(directory, model.config.family)
+    if tokenizer is not None:
+        stops = model.config.stop_token_ids | tokenizer.stop_ids
+        model.config = dataclasses.replace(model.config, stop_token_ids=stops)
+    limits = Limits(
+        family=model.config.family,
+        block_length=config.block_length,
+        max_sequence_length=min(model.config.max_sequence_length, pool_tokens),
+        has_tokenizer=tokenizer is not None,
+    )
+    return Frontend(model.config, tokenizer, limits)
+
+
+def _check_ids(ids: list[Any], vocab_size: int) -> list[int]:
+    for index, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise invalid(
+                f"input_ids[{index}] is {token!r}, must be an integer from 0 to {vocab_size - 1}"
+            )
+    return ids

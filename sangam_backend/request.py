@@ -1,0 +1,197 @@
+"""The vocabulary of the engine.
+
+canvas    the generated region: mask tokens that turn into the answer, a whole number of blocks
+block     consecutive positions of the canvas that are unmasked together
+prefill   a forward over the whole sequence (prompt and canvas), at the start of each block
+decode    a forward over the current block against the cached K/V of the whole sequence
+commit    to replace a mask by a token for good
+prefix    the committed tokens from the left end of the canvas up to its first mask
+page      16 positions of the KV pool;  slot: the row of an admitted request in device tables
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from sangam_backend import rules
+from sangam_backend.config import Family
+from sangam_backend.rules import Commit, Confidence, Count, Unmasking
+
+if TYPE_CHECKING:
+    from sangam_backend.text import TextStream
+
+
+class ErrorCode(enum.Enum):
+    """Triton's error codes, as far as the engine uses them."""
+
+    INVALID_ARG = "INVALID_ARG"
+    UNAVAILABLE = "UNAVAILABLE"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class RequestError(Exception):
+    """A refusal of one request. The message names the field, its value and the limit."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is generated; `parameters.parse_sampling` fills and checks it."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    """0 is off."""
+    seed: int
+    unmasking: Unmasking
+    confidence_threshold: float
+    factor: float
+    tokens_per_step: int
+    steps: int
+    """Forwards over all blocks under the `steps` rule."""
+    confidence: Confidence
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    block_length: int
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.max_tokens // self.block_length)
+
+    @property
+    def canvas_length(self) -> int:
+        return self.num_blocks * self.block_length
+
+
+    def commit(self, family: Family, block: int, forward: int, full_logits: bool) -> Commit:
+        """What a forward commits.
+
+        Args:
+            block: Index of the block.
+            forward: Counts the forwards of the block from 0, its prefill.
+            full_logits: Whether each position of the block is predicted in every forward. With a
+                cache, Dream's prefill predicts the first position alone.
+        """
+        if family == "dream" and forward == 0 and not full_logits:
+            return Commit(Count.FIRST, 0.0)
+        if self.unmasking is Unmasking.STEPS:
+            steps = rules.steps_of_block(self.steps, self.num_blocks, block)
+            if family == "dream":
+                return Commit(Count.SHARE, rules.dream_share(steps, forward))
+            return Commit(Count.QUOTA, rules.llada_quota(self.block_length, steps, forward))
+        return {
+            Unmasking.THRESHOLD: Commit(Count.THRESHOLD, self.confidence_threshold),
+            Unmasking.FACTOR: Commit(Count.FACTOR, self.factor),
+            Unmasking.QUOTA: Commit(Count.QUOTA, self.tokens_per_step),
+            Unmasking.RANDOM: Commit(Count.RANDOM, 0.0),
+        }[self.unmasking]
+
+
+class Output(NamedTuple):
+    """What a request has to tell its client after an iteration."""
+
+    text: str
+    ids: list[int]
+    finish_reason: FinishReason | None
+    error: RequestError | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request and its progress. The engine thread owns it after submission."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    mask_token_id: int
+    text: TextStream | None
+    """None for a checkpoint without a tokenizer."""
+    stream: bool
+    arrival: float = field(default_factory=time.monotonic)
+
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    block: int = 0
+    forward_in_block: int = 0
+    num_forwards: int = 0
+    canvas: list[int] = field(default_factory=list)
+    prefix: int = 0
+    """Committed tokens from the left, before a stop token and within max_tokens."""
+    finish_reason: FinishReason | None = None
+    num_output_tokens: int = 0
+    _pushed: int = 0
+
+    def __post_init__(self) -> None:
+        self.canvas = [self.mask_token_id] * self.params.canvas_length
+
+    @property
+    def sequence_length(self) -> int:
+        return len(self.prompt) + self.params.canvas_length
+
+    @property
+    def block_start(self) -> int:
+        """Position of the current block in the sequence."""
+        return len(self.prompt) + self.block * self.params.block_length
+
+    @property
+    def remaining_blocks(self) -> int:
+        return self.params.num_blocks - self.block
+
+    def advance(self, block_tokens: Sequence[int]) -> Output | None:
+        """Takes the current block's tokens after a forward.
+
+        Returns:
+            What can be told to the client now, if anything.
+        """
+        start = self.block * self.params.block_length
+        self.canvas[start : start + self.params.block_length] = block_tokens
+        self.num_forwards += 1
+        self.forward_in_block += 1
+        self._grow_prefix()
+        if self.mask_token_id not in block_tokens and self.finish_reason is None:
+            self.block += 1
+            self.forward_in_block = 0
+        return self._take_output()
+
+    def _grow_prefix(self) -> None:
+        while self.finish_reason is None:
+            if self.prefix == self.params.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+            elif (token := self.canvas[self.prefix]) == self.mask_token_id:
+                return
+            elif token in self.stop_token_ids and not self.params.ignore_eos:
+                self.finish_reason = FinishReason.STOP
+            else:
+                self.prefix += 1
+
+    def _take_output(self) -> Output | None:
+        last = self.finish_reason is not None
+        if not (last or self.stream or self.params.stop):
+            return None
+        fresh = self.canvas[self._pushed : self.prefix]
+        self._pushed = self.prefix
+        text, ids = ("", fresh) if self.text is None else self.text.push(fresh, last)
+        if self.text is not None and self.text.stopped:
+            self.finish_reason = FinishReason.STOP
+        self.num_output_tokens += len(ids)
+        if self.finish_reason is None and not text and not ids:
+            return None
+        return Output(text, ids, self.finish_reason)
