@@ -31,16 +31,13 @@ class DeviceState:
         params, slot = request.params, request.slot
         ids = torch.tensor(request.prompt + request.canvas)
         self.tokens[slot, : len(ids)] = ids.to(self.tokens.device)
-        values = SamplingRows(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=params.seed,
-            confidence=MEASURES.index(params.confidence),
-            min_position=len(request.prompt) + params.min_tokens,
-        )
-        for column, value in zip(self.sampling, values):
-            column[slot] = value
+        rows = self.sampling
+        rows.temperature[slot] = params.temperature
+        rows.top_p[slot] = params.top_p
+        rows.top_k[slot] = params.top_k
+        rows.seed[slot] = params.seed
+        rows.confidence[slot] = MEASURES.index(params.confidence)
+        rows.min_position[slot] = len(request.prompt) + params.min_tokens
 
     def sampling_rows(self, slots: Tensor) -> SamplingRows:
         return SamplingRows(*(column[slots] for column in self.sampling))

@@ -112,7 +112,8 @@ class EngineConfig:
             try:
                 parsed[name] = parse(text)
             except ValueError:
-                raise ConfigError(f"{name} is {text!r}, must be of type {fields[name].type}")
+                kind = fields[name].type
+                raise ConfigError(f"{name} is {text!r}, must be of type {kind}") from None
         if not parsed.get("model"):
             raise ConfigError("parameter model is missing: a checkpoint directory or a hub id")
         return cls(**parsed)

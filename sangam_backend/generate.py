@@ -63,14 +63,8 @@ def run_reference(config: EngineConfig, cache: Cache, input_file: Path, output_f
                 continue
             predictor = Predictor(model, request.sequence_length)
             sampler = ServingSampler(request, model.config, cached=cache != "none")
-            output = join(generate(request, predictor, sampler, cache))
+            (output,) = generate(request, predictor, sampler, cache)
             _write(file, _finished(line, request, output))
-
-
-def join(outputs: list[Output]) -> Output:
-    """The outputs of one request as a single one."""
-    text = "".join(output.text for output in outputs)
-    return Output(text, [i for output in outputs for i in output.ids], outputs[-1].finish_reason)
 
 
 def _read_lines(path: Path) -> list[Any]:

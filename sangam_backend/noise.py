@@ -23,7 +23,9 @@ class Stream(enum.IntEnum):
     COUNT = 3
 
 
-def uniform(seed: Tensor, stream: Stream, forward: Tensor, position: Tensor, lane: Tensor) -> Tensor:
+def uniform(
+    seed: Tensor, stream: Stream, forward: Tensor, position: Tensor, lane: Tensor
+) -> Tensor:
     """Uniform draws in (0, 1), float64. The int64 arguments broadcast against each other."""
     state = _mix(seed & LOW_32_BITS, seed >> 32)
     for part in (torch.full_like(forward, int(stream)), forward, position, lane):

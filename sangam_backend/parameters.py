@@ -166,9 +166,13 @@ class _Reader:
         if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
             raise invalid(f"stop is {value!r}, must be a list of strings that are not empty")
         if len(strings) > MAX_STOP_STRINGS:
-            raise invalid(f"stop has {len(strings)} strings, at most {MAX_STOP_STRINGS} are allowed")
+            raise invalid(
+                f"stop has {len(strings)} strings, at most {MAX_STOP_STRINGS} are allowed"
+            )
         if (longest := max(map(len, strings), default=0)) > MAX_STOP_LENGTH:
-            raise invalid(f"stop has a string of {longest} characters, the limit is {MAX_STOP_LENGTH}")
+            raise invalid(
+                f"stop has a string of {longest} characters, the limit is {MAX_STOP_LENGTH}"
+            )
         if strings and not has_tokenizer:
             raise invalid("stop needs a tokenizer, which this checkpoint lacks")
         return tuple(strings)

@@ -79,7 +79,6 @@ class SamplingParams:
     def canvas_length(self) -> int:
         return self.num_blocks * self.block_length
 
-
     def commit(self, family: Family, block: int, forward: int, full_logits: bool) -> Commit:
         """What a forward commits.
 
@@ -138,6 +137,8 @@ class Request:
     finish_reason: FinishReason | None = None
     num_output_tokens: int = 0
     _pushed: int = 0
+    _held_text: str = ""
+    _held_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.canvas = [self.mask_token_id] * self.params.canvas_length
@@ -192,6 +193,10 @@ class Request:
         if self.text is not None and self.text.stopped:
             self.finish_reason = FinishReason.STOP
         self.num_output_tokens += len(ids)
-        if self.finish_reason is None and not text and not ids:
+        self._held_text += text
+        self._held_ids += ids
+        if self.finish_reason is None and not (self.stream and self._held_ids):
             return None
-        return Output(text, ids, self.finish_reason)
+        output = Output(self._held_text, self._held_ids, self.finish_reason)
+        self._held_text, self._held_ids = "", []
+        return output

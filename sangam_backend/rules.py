@@ -7,6 +7,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sangam_backend.config import Family
 
@@ -52,7 +53,7 @@ class Count(enum.IntEnum):
 class Commit(NamedTuple):
     """What one forward commits of a block."""
 
-    count: Count
+    rule: Count
     value: float
 
 
@@ -81,15 +82,18 @@ def dream_share(steps: int, forward: int, eps: float = DREAM_EPS) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _dream_times(steps: int, eps: float) -> np.ndarray:
-    """torch.linspace(1, eps, steps + 1) in float32, which counts from both ends."""
-    one, last = np.float32(1.0), np.float32(eps)
-    step = (last - one) / np.float32(steps)
-    index = np.arange(steps + 1, dtype=np.float32)
-    from_left = one + step * index
-    from_right = last - step * (np.float32(steps) - index)
+def _dream_times(steps: int, eps: float) -> NDArray[np.float32]:
+    """torch.linspace(1, eps, steps + 1) in float32, bit for bit.
+
+    It counts from both ends, and rounds once after each multiply-add, as float64 does here.
+    """
+    last = np.float32(eps)
+    step = np.float64((last - np.float32(1.0)) / np.float32(steps))
+    index = np.arange(steps + 1)
     half = (steps + 1) // 2
-    return np.concatenate([from_left[:half], from_right[half:]])
+    times = np.concatenate([1.0 + step * index[:half], last - step * (steps - index[half:])])
+    rounded: NDArray[np.float32] = times.astype(np.float32)
+    return rounded
 
 
 def min_steps_per_block(family: Family, block_length: int) -> int:

@@ -76,7 +76,7 @@ class Runner:
         forward = self._column([row.forward for row in rows])
         sampling = self.state.sampling_rows(slots)
         proposed, confidences = propose(
-            logits.unflatten(0, positions.shape),
+            logits.view(*positions.shape, -1),
             positions,
             forward,
             sampling,
@@ -87,7 +87,7 @@ class Runner:
         blocks = self.state.tokens[slots[:, None], positions]
         masked = (blocks == config.mask_token_id) & (offsets < lengths[:, None])
         commit = CommitRows(
-            count=self._column([int(row.commit.count) for row in rows]),
+            rule=self._column([int(row.commit.rule) for row in rows]),
             value=torch.tensor([row.commit.value for row in rows], device=self.device).double(),
             forward=forward,
         )

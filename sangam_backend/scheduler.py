@@ -104,15 +104,15 @@ class Scheduler:
                 admitted.append(request)
             prefills.append(request)
             spent += cost
+        for request in prefills:
+            self.waiting.remove(request)
+            self.decoding.append(request)
         if not self.waiting:
             self.deficit = 0
         elif short_of_memory and not short_of_budget:
             self.deficit = max(0, self.deficit - max(0, spent - earned))
         else:
             self.deficit = min(max(0, available - spent), self.max_deficit)
-        for request in prefills:
-            self.waiting.remove(request)
-            self.decoding.append(request)
         return prefills, admitted
 
     def _admit(self, request: Request) -> bool:

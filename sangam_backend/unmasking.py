@@ -39,7 +39,7 @@ class SamplingRows(NamedTuple):
 class CommitRows(NamedTuple):
     """What this forward does with each row, each [rows]."""
 
-    count: Tensor
+    rule: Tensor
     """A code of `rules.Count`."""
     value: Tensor
     forward: Tensor
@@ -79,7 +79,9 @@ def propose(
     tempered = filter_top_k(filter_top_p(tempered, sampling.top_p), sampling.top_k)
     ranked = tempered
     if bool(warm.any()):
-        ranked = torch.where(warm, tempered + gumbel(tempered, positions, forward, sampling), ranked)
+        ranked = torch.where(
+            warm, tempered + gumbel(tempered, positions, forward, sampling), ranked
+        )
     tokens = ranked.argmax(dim=-1)
     probabilities = (tempered if family == "dream" else scores).softmax(dim=-1)
     return tokens, confidence(probabilities, tokens, positions, forward, sampling)
@@ -112,7 +114,7 @@ def commit_mask(
 
     Equal confidences are taken from the left.
     """
-    rule, value = commit.count[:, None], commit.value[:, None].to(confidences.dtype)
+    rule, value = commit.rule[:, None], commit.value[:, None].to(confidences.dtype)
     random_ranks = _random_ranks(positions, commit.forward, sampling).to(confidences.dtype)
     ranked = torch.where(rule == Count.RANDOM, random_ranks, confidences)
     ranked = ranked.masked_fill(~masked, NEVER)
@@ -127,9 +129,7 @@ def commit_mask(
     count = torch.where(
         rule == Count.THRESHOLD, (best_first >= value).sum(-1, keepdim=True).clamp(min=1), count
     )
-    count = torch.where(
-        rule == Count.FACTOR, factor_count(best_first, num_masked, value), count
-    )
+    count = torch.where(rule == Count.FACTOR, factor_count(best_first, num_masked, value), count)
     share = (num_masked.float() * value.float()).long()
     count = torch.where(rule == Count.SHARE, share, count)
     count = torch.where(rule == Count.RANDOM, 1 + (draw * num_masked).long(), count)

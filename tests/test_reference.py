@@ -69,7 +69,7 @@ class CountingSampler:
 def run(
     model: Transformer, frontend: Frontend, case: dict[str, Any]
 ) -> tuple[list[list[int]], int]:
-    """Output ids of each row of a case, and forwards of a batch that waits for all in each block."""
+    """Output ids of each row, and the forwards of a batch whose rows wait for each other."""
     cache = cast(Cache, goldens.cache(case))
     sampling = goldens.serving_sampling(case)
     outputs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,9 +45,7 @@ def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> T
         layers=layers,
         final_norm=empty(hidden),
         head=empty(config.vocab_size, hidden),
-        rope=rope_table(
-            config.head_dim, config.max_sequence_length, config.rope_theta, device
-        ),
+        rope=rope_table(config.head_dim, config.max_sequence_length, config.rope_theta, device),
     )
 
 
@@ -110,20 +109,20 @@ def _visit(
     directory: Path,
     use: Callable[[Tensor, Callable[[], Tensor]], object],
 ) -> None:
+    """Calls `use` with each part of the packed weights and a reader of its tensor."""
     missing = dict(named_views(model, names))
     for path in _files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    if (view := missing.pop(name, None)) is None:
-                        continue
-                    shape = tuple(file.get_slice(name).get_shape())
-                    if shape != tuple(view.shape):
+                for name in missing.keys() & file.keys():
+                    view = missing.pop(name)
+                    shape = file.get_slice(name).get_shape()
+                    if shape != list(view.shape):
                         raise ConfigError(
-                            f"{path}: tensor {name} has shape {list(shape)}, "
+                            f"{path}: tensor {name} has shape {shape}, "
                             f"config.json asks for {list(view.shape)}"
                         )
-                    use(view, lambda: file.get_tensor(name))
+                    use(view, functools.partial(file.get_tensor, name))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: not a whole safetensors file: {error}") from error
     if missing:

@@ -51,7 +51,9 @@ class Predictor:
 
 
 @torch.inference_mode()
-def generate(request: Request, predictor: Predictor, sampler: Sampler, cache: Cache) -> list[Output]:
+def generate(
+    request: Request, predictor: Predictor, sampler: Sampler, cache: Cache
+) -> list[Output]:
     """Generates one request to its end.
 
     Each block starts with a forward over the whole sequence. What follows sees the whole sequence

@@ -93,21 +93,21 @@ class ServingSampler:
         commit = self.request.params.commit(
             self.config.family, view.block, view.forward_in_block, full_logits=not self.cached
         )
-        if commit.count is Count.FIRST:
+        if commit.rule is Count.FIRST:
             return [0]
-        if commit.count is Count.RANDOM:
+        if commit.rule is Count.RANDOM:
             for i in confidence:
                 position = view.block_start + i
                 draw = self._draws(Stream.CONFIDENCE, view.num_forwards, position, lanes=1)
                 confidence[i] = float(draw)
         ranked = sorted(confidence, key=lambda i: (-confidence[i], i))
-        if commit.count is Count.THRESHOLD:
+        if commit.rule is Count.THRESHOLD:
             return [i for i in ranked if confidence[i] >= commit.value] or ranked[:1]
-        if commit.count is Count.FACTOR:
+        if commit.rule is Count.FACTOR:
             return ranked[: _factor_count([confidence[i] for i in ranked], commit.value)]
-        if commit.count is Count.QUOTA:
+        if commit.rule is Count.QUOTA:
             return ranked[: int(commit.value)]
-        if commit.count is Count.SHARE:
+        if commit.rule is Count.SHARE:
             share = torch.tensor(float(len(ranked))) * torch.tensor(commit.value)
             return ranked[: int(share)]
         draw = self._draws(Stream.COUNT, view.num_forwards, 0, lanes=1)

@@ -29,7 +29,9 @@ class GuidedPredictor(Predictor):
     def predict(self, x: Tensor, start: int, end: int) -> Tensor:
         blind = x.clone()
         blind[: self.prompt_length] = self.model.config.mask_token_id
-        conditional, unconditional = (super(GuidedPredictor, self).predict(y, start, end) for y in (x, blind))
+        conditional, unconditional = (
+            super(GuidedPredictor, self).predict(y, start, end) for y in (x, blind)
+        )
         return unconditional + (self.scale + 1) * (conditional - unconditional)
 
 

@@ -1,0 +1,308 @@
+"""`sangam serve`: prepares Triton's directories, starts tritonserver, and ends it cleanly."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import numpy as np
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonModelConfig
+
+from sangam_backend.config import ConfigError, EngineConfig
+from sangam_backend.device import pick_device
+from sangam_backend.models import check_checkpoint
+
+MODEL_NAME = "sangam"
+REPOSITORY = Path(__file__).parent.parent / "model_repository"
+SHARED_MEMORY = Path("/dev/shm")
+RESTRICTED = {
+    "http": "model-repository,shared-memory,logging,trace",
+    "grpc": "model-repository,shared-memory,logging,trace",
+}
+
+
+class Endpoints(NamedTuple):
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+
+
+class Triton(NamedTuple):
+    """Where the server is and what it needs."""
+
+    executable: Path
+    backends: Path
+    library_path: str
+
+
+def serve(
+    config: EngineConfig,
+    endpoints: Endpoints,
+    mode: str,
+    instances: int,
+    startup_timeout: float,
+    grace: float,
+) -> int:
+    """Runs a server until SIGINT or SIGTERM, or until it ends by itself.
+
+    Returns:
+        The exit status of the command: 0 after a signal.
+
+    Raises:
+        ConfigError: what is wrong with the checkpoint, the ports or the installation.
+    """
+    if instances < 1:
+        raise ConfigError(f"instances is {instances}, must be at least 1")
+    if int(np.__version__.split(".")[0]) >= 2:
+        raise ConfigError(f"NumPy is {np.__version__}, the Triton server needs a version below 2")
+    pick_device(config.device)
+    directory = check_checkpoint(config)
+    check_ports(endpoints)
+    with tempfile.TemporaryDirectory(prefix="sangam-") as work:
+        triton = find_triton(Path(work))
+        repository = Path(work) / "models"
+        write_repository(
+            repository, mode, dataclasses.replace(config, model=str(directory)), instances
+        )
+        server = Server(triton, repository, endpoints, grace)
+        with stop_signals(server), server:
+            if not server.wait_until_ready(startup_timeout):
+                return server.failed_start(startup_timeout)
+            print(describe(endpoints), flush=True)
+            return server.wait()
+
+
+class Server:
+    """A tritonserver in a process group of its own, whose stubs end with it."""
+
+    def __init__(
+        self, triton: Triton, repository: Path, endpoints: Endpoints, grace: float
+    ) -> None:
+        self.triton = triton
+        self.repository = repository
+        self.endpoints = endpoints
+        self.grace = grace
+        self.stopping = False
+        self.region = f"sangam_{os.getpid()}_{secrets.token_hex(4)}"
+
+    def __enter__(self) -> Server:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        self.process = subprocess.Popen(
+            self._command(),
+            env=os.environ | {"PATH": path, "LD_LIBRARY_PATH": self.triton.library_path},
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        try:
+            self.process.wait(self.grace + 5)
+        except subprocess.TimeoutExpired:
+            print("sangam: the server outlasted its grace time and is killed", flush=True)
+        # The stubs share the server's group; whatever is left of it holds memory.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for left in SHARED_MEMORY.glob(f"{self.region}*"):
+            left.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """Asks the server to refuse new requests and finish those that run."""
+        if self.process.poll() is None and not self.stopping:
+            self.process.send_signal(signal.SIGTERM)
+        self.stopping = True
+
+    def wait_until_ready(self, timeout: float) -> bool:
+        url = f"http://{_reachable(self.endpoints.host)}:{self.endpoints.http_port}"
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self.process.poll() is None and not self.stopping:
+            with contextlib.suppress(OSError):
+                if urllib.request.urlopen(f"{url}/v2/health/ready", timeout=1).status == 200:
+                    return True
+            time.sleep(0.1)
+        return False
+
+    def failed_start(self, timeout: float) -> int:
+        if self.stopping:
+            return 0
+        status = self.process.poll()
+        if status is None:
+            print(f"sangam: the server was not ready after {timeout:g} s", file=sys.stderr)
+        else:
+            print(
+                f"sangam: the server ended with status {status} while it started, see its log",
+                file=sys.stderr,
+            )
+        return 1
+
+    def wait(self) -> int:
+        """Waits for a signal or the server's own end."""
+        while not self.stopping:
+            if (status := self.process.poll()) is not None:
+                print(f"sangam: the server ended by itself with status {status}", file=sys.stderr)
+                return 1
+            time.sleep(0.1)
+        return 0
+
+    def _command(self) -> list[str]:
+        host, http_port, grpc_port, metrics_port = self.endpoints
+        key = secrets.token_hex(16)
+        return [
+            str(self.triton.executable),
+            f"--model-repository={self.repository}",
+            f"--backend-directory={self.triton.backends}",
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            "--disable-auto-complete-config",
+            f"--http-address={host}",
+            f"--http-port={http_port}",
+            f"--grpc-address={host}",
+            f"--grpc-port={grpc_port}",
+            f"--metrics-address={host}",
+            f"--metrics-port={metrics_port}",
+            f"--exit-timeout-secs={int(self.grace)}",
+            f"--http-restricted-api={RESTRICTED['http']}:sangam-admin-key={key}",
+            f"--grpc-restricted-protocol={RESTRICTED['grpc']}:sangam-admin-key={key}",
+            "--grpc-keepalive-time=10000",
+            "--grpc-keepalive-timeout=5000",
+            "--grpc-http2-min-recv-ping-interval-without-data=5000",
+            f"--backend-config=python,shm-region-prefix-name={self.region}",
+        ]
+
+
+@contextlib.contextmanager
+def stop_signals(server: Server) -> Iterator[None]:
+    """SIGINT and SIGTERM stop the server; a second one ends it at once."""
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        if server.stopping:
+            server.grace = 0
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.stop()
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def find_triton(work: Path) -> Triton:
+    """Finds a server: named by the environment, on PATH, or of the nvidia-pytriton wheel.
+
+    Args:
+        work: Where a backend directory may be made.
+
+    Raises:
+        ConfigError: there is none, or it lacks a library.
+    """
+    if executable := os.environ.get("SANGAM_TRITONSERVER"):
+        backends = os.environ.get("SANGAM_BACKEND_DIRECTORY", "/opt/tritonserver/backends")
+        libraries = os.environ.get("SANGAM_TRITON_LIBS", os.environ.get("LD_LIBRARY_PATH", ""))
+        found = Triton(Path(executable), Path(backends), libraries)
+    elif on_path := shutil.which("tritonserver"):
+        root = Path(on_path).resolve().parent.parent
+        found = Triton(Path(on_path), root / "backends", os.environ.get("LD_LIBRARY_PATH", ""))
+    else:
+        found = _wheel_triton(work)
+    for path in (found.executable, found.backends / "python"):
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file, but the Triton server needs it")
+    return found
+
+
+def _wheel_triton(work: Path) -> Triton:
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "no Triton server: set SANGAM_TRITONSERVER, put tritonserver on PATH, "
+            "or pip install 'sangam[server]'"
+        )
+    package = Path(spec.origin).parent
+    version = "{}.{}".format(*sys.version_info)
+    stub = package / "tritonserver/python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.exists():
+        raise ConfigError(f"nvidia-pytriton has no Python backend for Python {version}")
+    backends = work / "backends"
+    shutil.copytree(package / "tritonserver/backends/python", backends / "python")
+    shutil.copy(stub, backends / "python")
+    libraries = [str(package.parent / "nvidia_pytriton.libs"), str(_libpython_directory())]
+    executable = package / "tritonserver/bin/tritonserver"
+    return Triton(executable, backends, os.pathsep.join(libraries))
+
+
+def _libpython_directory() -> Path:
+    """The stub embeds Python, so it needs this Python's shared library."""
+    directory = Path(sysconfig.get_config_var("LIBDIR") or "")
+    name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    if not (directory / name).exists():
+        raise ConfigError(
+            f"{directory / name}: no such file; the Triton Python backend needs a Python built "
+            "with --enable-shared (Debian: the package libpython3.N)"
+        )
+    return directory
+
+
+def write_repository(target: Path, mode: str, config: EngineConfig, instances: int) -> None:
+    """Copies a mode's model repository, with the settings written into its config.pbtxt."""
+    shutil.copytree(REPOSITORY / mode, target)
+    path = target / MODEL_NAME / "config.pbtxt"
+    model = text_format.Parse(path.read_text(), TritonModelConfig())
+    model.instance_group[0].count = instances
+    for name, value in dataclasses.asdict(config).items():
+        model.parameters[name].string_value = str(value)
+    path.write_text(text_format.MessageToString(model))
+
+
+def check_ports(endpoints: Endpoints) -> None:
+    """Raises ConfigError for a port that cannot be listened on."""
+    for name in ("http_port", "grpc_port", "metrics_port"):
+        port = getattr(endpoints, name)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((endpoints.host, port))
+            except (OSError, OverflowError) as error:
+                raise ConfigError(
+                    f"{name} {port}: cannot listen on {endpoints.host}: {error}"
+                ) from None
+
+
+def describe(endpoints: Endpoints) -> str:
+    host = _reachable(endpoints.host)
+    return f"""
+Sangam is ready (model {MODEL_NAME}).
+  gRPC     {host}:{endpoints.grpc_port}
+  HTTP     http://{host}:{endpoints.http_port}
+  metrics  http://{host}:{endpoints.metrics_port}/metrics
+
+Try it:
+  sangam-client --url {host}:{endpoints.grpc_port} --chat --stream "Add 4363 and 75."
+  curl -N http://{host}:{endpoints.http_port}/v2/models/{MODEL_NAME}/generate_stream \\
+    -d '{{"text_input": "Hello", "stream": true, "max_tokens": 64}}'
+"""
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host == "0.0.0.0" else host

@@ -1,0 +1,147 @@
+"""Triton's tensors and parameters to prompts and sampling parameters, and outputs back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from sangam_backend.frontend import Prompt, parse_messages
+from sangam_backend.parameters import invalid, parse_json
+from sangam_backend.request import ErrorCode, Output, Request, RequestError
+
+# Request parameters that Triton, its clients and its HTTP endpoint add for themselves.
+TRANSPORT_PARAMETERS = frozenset(
+    ("id", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end")
+    + ("binary_data_output", "headers")
+)
+TRANSPORT_PREFIX = "triton_"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a client wants to be answered."""
+
+    stream: bool
+    echo: str
+    """Text put before the answer."""
+    return_finish_reason: bool
+    return_num_input_tokens: bool
+    return_num_output_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request as it came, its prompt not yet tokenised."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: dict[str, Any]
+    options: Options
+
+
+def read_request(request: Any) -> Incoming:
+    """Reads the inputs of a Triton request.
+
+    Raises:
+        RequestError: a malformed input; the message names it.
+    """
+    messages = _string(request, "messages")
+    ids = pb_utils.get_input_tensor_by_name(request, "input_ids")
+    prompt = Prompt(
+        input_ids=None if ids is None else ids.as_numpy().reshape(-1).tolist(),
+        text_input=_string(request, "text_input"),
+        messages=None if messages is None else parse_messages(messages),
+    )
+    return Incoming(
+        request_id=request.request_id(),
+        prompt=prompt,
+        sampling=_sampling(request),
+        options=_options(request, prompt),
+    )
+
+
+def build_response(request: Request, options: Options, output: Output) -> Any:
+    """A response with the outputs the client asked for."""
+    tensors = [
+        _strings("text_output", options.echo + output.text),
+        pb_utils.Tensor("output_ids", np.array(output.ids, dtype=np.int32)),
+    ]
+    if options.return_finish_reason:
+        reason = output.finish_reason.value if output.finish_reason else ""
+        tensors.append(_strings("finish_reason", reason))
+    if options.return_num_input_tokens:
+        tensors.append(_count("num_input_tokens", len(request.prompt)))
+    if options.return_num_output_tokens:
+        tensors.append(_count("num_output_tokens", len(output.ids)))
+    return pb_utils.InferenceResponse(tensors)
+
+
+def build_error(error: RequestError) -> Any:
+    codes = {
+        ErrorCode.INVALID_ARG: pb_utils.TritonError.INVALID_ARG,
+        ErrorCode.UNAVAILABLE: pb_utils.TritonError.UNAVAILABLE,
+        ErrorCode.CANCELLED: pb_utils.TritonError.CANCELLED,
+        ErrorCode.INTERNAL: pb_utils.TritonError.INTERNAL,
+    }
+    # Clients of the gRPC stream see the message alone, so it begins with the code.
+    message = f"[{error.code.value}] {error}"
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, codes[error.code]))
+
+
+def _sampling(request: Any) -> dict[str, Any]:
+    """Request parameters, then the INT32 inputs, then the JSON, each over the one before."""
+    parameters = json.loads(request.parameters() or "{}")
+    sampling = {
+        name: value
+        for name, value in parameters.items()
+        if name not in TRANSPORT_PARAMETERS and not name.startswith(TRANSPORT_PREFIX)
+    }
+    for tensor, name in (("max_tokens", "max_tokens"), ("min_length", "min_tokens")):
+        if (value := _scalar(request, tensor)) is not None:
+            sampling[name] = int(value)
+    if (text := _string(request, "sampling_parameters")) is not None:
+        sampling |= parse_json(text)
+    return sampling
+
+
+def _options(request: Any, prompt: Prompt) -> Options:
+    stream = bool(_scalar(request, "stream"))
+    exclude = _scalar(request, "exclude_input_in_output")
+    # As in Triton's vLLM backend: without a stream a text prompt comes back before its answer.
+    echo = not stream if exclude is None else not exclude
+    if echo and stream:
+        raise invalid("exclude_input_in_output is false, must be true when stream is true")
+    return Options(
+        stream=stream,
+        echo=prompt.text_input or "" if echo else "",
+        return_finish_reason=bool(_scalar(request, "return_finish_reason")),
+        return_num_input_tokens=bool(_scalar(request, "return_num_input_tokens")),
+        return_num_output_tokens=bool(_scalar(request, "return_num_output_tokens")),
+    )
+
+
+def _scalar(request: Any, name: str) -> Any:
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy().reshape(-1)[0]
+
+
+def _string(request: Any, name: str) -> str | None:
+    value = _scalar(request, name)
+    if value is None:
+        return None
+    try:
+        return str(value.decode()) if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError as error:
+        raise invalid(f"{name} is not valid UTF-8: {error}") from None
+
+
+def _strings(name: str, value: str) -> Any:
+    return pb_utils.Tensor(name, np.array([value.encode()], dtype=np.object_))
+
+
+def _count(name: str, value: int) -> Any:
+    return pb_utils.Tensor(name, np.array([value], dtype=np.uint32))
