@@ -2,69 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sangam_backend.config import ModelConfig
+from sangam_backend.buffers import DeviceState, HostBatch, StepInputs
+from sangam_backend.models.transformer import Attention, Transformer, split_and_rotate
 from sangam_backend.pages import PAGE_SIZE
 
 
-class Span(NamedTuple):
-    """One sequence's part of a packed batch."""
-
-    pages: list[int]
-    query_start: int
-    """Position of its first query; its queries are consecutive."""
-    num_queries: int
-    sequence_length: int
-
-
-class PagedSdpaAttention:
-    """Torch's SDPA, one sequence at a time: right everywhere, fast nowhere.
+class PagedAttention(Attention, Protocol):
+    """Attention that is told of each batch before the model runs.
 
     The pool is [layers, pages, 2, PAGE_SIZE, kv_heads, head_dim]; K is stored rotated.
     """
 
-    def __init__(
-        self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (config.num_layers, num_pages, 2, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        self.pool = torch.empty(shape, dtype=dtype, device=device)
-        self._spans: list[tuple[Span, Tensor]] = []
-        self._new: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+    def plan(self, batch: HostBatch, inputs: StepInputs) -> None:
+        """Prepares for a batch; may copy to the device, but never waits for it."""
+        ...
 
-    def plan(self, spans: Sequence[Span]) -> None:
-        """Prepares for a batch whose tokens are those of the spans, one after the other."""
-        device = self.pool.device
-        self._spans = [(span, torch.tensor(span.pages, device=device)) for span in spans]
-        positions = [
-            torch.arange(span.query_start, span.query_start + span.num_queries, device=device)
-            for span in spans
-        ]
-        pages = [
-            page_table[position // PAGE_SIZE]
-            for (_, page_table), position in zip(self._spans, positions)
-        ]
-        self._new = torch.cat(pages), torch.cat(positions) % PAGE_SIZE
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attention.run` of the models."""
+def new_pool(model: Transformer, num_pages: int) -> Tensor:
+    config = model.config
+    shape = (config.num_layers, num_pages, 2, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    return torch.empty(shape, dtype=model.head.dtype, device=model.head.device)
+
+
+class SdpaAttention:
+    """Torch's SDPA, one sequence at a time: right everywhere, fast nowhere."""
+
+    def __init__(self, model: Transformer, pool: Tensor, state: DeviceState) -> None:
+        self.model = model
+        self.pool = pool
+        self.state = state
+        self._spans: list[tuple[int, int, Tensor]] = []
+
+    def plan(self, batch: HostBatch, inputs: StepInputs) -> None:
+        self._positions = inputs.positions
+        pages = self.state.page_table[inputs.token_slots, inputs.positions // PAGE_SIZE]
+        self._stored_at = pages, inputs.positions % PAGE_SIZE
+        self._spans = [
+            (int(queries), int(sequence), torch.from_numpy(pages).to(self.pool.device))
+            for queries, sequence, pages in zip(batch.queries, batch.sequences, batch.pages)
+        ]
+
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        """See `Attention.run`."""
+        q, k, v = split_and_rotate(qkv, self._positions, self.model.rope, self.model.config)
         pool = self.pool[layer]
-        page, offset = self._new
-        pool[page, 0, offset] = k
-        pool[page, 1, offset] = v
+        pages, offsets = self._stored_at
+        pool[pages, 0, offsets] = k
+        pool[pages, 1, offsets] = v
         outputs = []
         start = 0
-        for span, page_table in self._spans:
-            cached = pool[page_table].transpose(0, 1).flatten(1, 2)[:, : span.sequence_length]
-            queries = q[start : start + span.num_queries]
-            outputs.append(attend(queries, cached[0], cached[1]))
-            start += span.num_queries
-        return torch.cat(outputs)
+        for num_queries, length, pages in self._spans:
+            cached = pool[pages].transpose(0, 1).flatten(1, 2)[:, :length]
+            outputs.append(attend(q[start : start + num_queries], cached[0], cached[1]))
+            start += num_queries
+        return torch.cat(outputs).flatten(1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

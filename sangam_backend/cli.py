@@ -64,9 +64,20 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "max_sequence_length",
         "kv_cache_tokens",
         "memory_utilization",
+        "attention",
+        "cuda_graphs",
+        "fused_ops",
+        "overlap",
         "backlog",
     ):
         kind = hints[name]
+        if kind is bool:
+            parser.add_argument(
+                "--" + name.replace("_", "-"),
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+            )
+            continue
         parser.add_argument(
             "--" + name.replace("_", "-"),
             type=kind if kind in (int, float) else str,

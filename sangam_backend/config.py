@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -48,6 +48,16 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
+MAX_BLOCK_LENGTH = 128
+"""The kernel that ranks a block's positions compares all pairs of them."""
+
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The settings of one instance. In config.pbtxt each is a parameter of the same name."""
@@ -74,12 +84,20 @@ class EngineConfig:
     """Positions of the KV pool; 0 sizes it from the free memory."""
     memory_utilization: float = 0.9
     """Share of the free device memory that the KV pool may take."""
+    attention: Literal["auto", "sdpa"] = "auto"
+    """auto is FlashInfer on CUDA and torch's SDPA on a CPU."""
+    cuda_graphs: bool = True
+    """Replay decode iterations as CUDA graphs."""
+    fused_ops: bool = True
+    """Norms and activations as single kernels on CUDA."""
+    overlap: bool = True
+    """Launch an iteration while the one before runs, where its outcome is known beforehand."""
     backlog: int = 0
     """Requests an instance holds before it leaves more to the others; 0 is max_batch_size."""
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("block_length", 1, 1024),
+            ("block_length", 1, MAX_BLOCK_LENGTH),
             ("max_batch_size", 1, 4096),
             ("max_tokens_per_iteration", 1, 1 << 20),
             ("max_sequence_length", 0, 1 << 20),
@@ -91,7 +109,7 @@ class EngineConfig:
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}, must be from {low} to {high}")
         hints = get_type_hints(EngineConfig)
-        for name in ("role", "dtype", "load_format", "queue_order"):
+        for name in ("role", "dtype", "load_format", "queue_order", "attention"):
             known = get_args(hints[name])
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be one of {known}")
@@ -108,10 +126,10 @@ class EngineConfig:
         for name, text in values.items():
             if name not in fields:
                 raise ConfigError(f"unknown parameter {name!r}, known are {', '.join(fields)}")
-            parse = {"int": int, "float": float}.get(str(fields[name].type), str)
+            parse = PARSERS.get(str(fields[name].type), str)
             try:
                 parsed[name] = parse(text)
-            except ValueError:
+            except (ValueError, KeyError):
                 kind = fields[name].type
                 raise ConfigError(f"{name} is {text!r}, must be of type {kind}") from None
         if not parsed.get("model"):

@@ -41,11 +41,12 @@ def count_pages(
         ConfigError: not even one block fits.
     """
     pages_of_sequence = -(-model.max_sequence_length // PAGE_SIZE)
+    reserve = 0 if device.type == "cpu" else scratch_bytes(config, model, dtype)
     bytes_of_page = PAGE_SIZE * model.kv_size_per_token * dtype.itemsize
     if config.kv_cache_tokens:
         pages = config.kv_cache_tokens // PAGE_SIZE
     else:
-        fitting = int(free_memory(device) * config.memory_utilization) // bytes_of_page
+        fitting = int(free_memory(device) * config.memory_utilization - reserve) // bytes_of_page
         pages = min(fitting, config.max_batch_size * pages_of_sequence)
     if pages * PAGE_SIZE <= config.block_length:
         raise ConfigError(
@@ -53,6 +54,15 @@ def count_pages(
             f"{config.block_length}: raise kv_cache_tokens or memory_utilization"
         )
     return pages
+
+
+def scratch_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """What iterations and graphs need beside weights and KV pool, estimated generously."""
+    logit_rows = config.max_batch_size * config.block_length
+    tokens = max(logit_rows, config.max_tokens_per_iteration + model.max_sequence_length)
+    per_token = 3 * model.intermediate_size + 8 * model.hidden_size
+    numbers = 1.25 * logit_rows * model.vocab_size + 1.5 * tokens * per_token
+    return int(numbers * dtype.itemsize) + (2 << 30)
 
 
 def free_memory(device: torch.device) -> int:

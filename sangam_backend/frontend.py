@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sangam_backend.config import EngineConfig, ModelConfig
+from sangam_backend.config import MAX_BLOCK_LENGTH, EngineConfig, ModelConfig
 from sangam_backend.models import find_checkpoint
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.parameters import Limits, invalid, parse_sampling
@@ -112,6 +112,7 @@ def open_frontend(model: Transformer, config: EngineConfig, pool_tokens: int) ->
     limits = Limits(
         family=model.config.family,
         block_length=config.block_length,
+        max_block_length=MAX_BLOCK_LENGTH,
         max_sequence_length=min(model.config.max_sequence_length, pool_tokens),
         has_tokenizer=tokenizer is not None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import importlib.util
 import os
 import secrets
@@ -15,8 +16,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -33,10 +32,7 @@ from sangam_backend.models import check_checkpoint
 MODEL_NAME = "sangam"
 REPOSITORY = Path(__file__).parent.parent / "model_repository"
 SHARED_MEMORY = Path("/dev/shm")
-RESTRICTED = {
-    "http": "model-repository,shared-memory,logging,trace",
-    "grpc": "model-repository,shared-memory,logging,trace",
-}
+RESTRICTED = "model-repository,shared-memory,logging,trace"
 
 
 class Endpoints(NamedTuple):
@@ -116,9 +112,9 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
         try:
-            self.process.wait(self.grace + 5)
+            self.process.wait(self.grace)
         except subprocess.TimeoutExpired:
-            print("sangam: the server outlasted its grace time and is killed", flush=True)
+            print("sangam: the server outlasted its grace time and is killed", file=sys.stderr)
         # The stubs share the server's group; whatever is left of it holds memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -133,14 +129,21 @@ class Server:
         self.stopping = True
 
     def wait_until_ready(self, timeout: float) -> bool:
-        url = f"http://{_reachable(self.endpoints.host)}:{self.endpoints.http_port}"
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.process.poll() is None and not self.stopping:
-            with contextlib.suppress(OSError):
-                if urllib.request.urlopen(f"{url}/v2/health/ready", timeout=1).status == 200:
-                    return True
+            if self._is_ready():
+                return True
             time.sleep(0.1)
         return False
+
+    def _is_ready(self) -> bool:
+        host, port = _reachable(self.endpoints.host), self.endpoints.http_port
+        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=1)) as connection:
+            try:
+                connection.request("GET", "/v2/health/ready")
+                return connection.getresponse().status == 200
+            except (OSError, http.client.HTTPException):
+                return False
 
     def failed_start(self, timeout: float) -> int:
         if self.stopping:
@@ -181,8 +184,8 @@ class Server:
             f"--metrics-address={host}",
             f"--metrics-port={metrics_port}",
             f"--exit-timeout-secs={int(self.grace)}",
-            f"--http-restricted-api={RESTRICTED['http']}:sangam-admin-key={key}",
-            f"--grpc-restricted-protocol={RESTRICTED['grpc']}:sangam-admin-key={key}",
+            f"--http-restricted-api={RESTRICTED}:sangam-admin-key={key}",
+            f"--grpc-restricted-protocol={RESTRICTED}:sangam-admin-key={key}",
             "--grpc-keepalive-time=10000",
             "--grpc-keepalive-timeout=5000",
             "--grpc-http2-min-recv-ping-interval-without-data=5000",
@@ -197,7 +200,8 @@ def stop_signals(server: Server) -> Iterator[None]:
     def handle(_signal: int, _frame: FrameType | None) -> None:
         if server.stopping:
             server.grace = 0
-            os.killpg(server.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.process.pid, signal.SIGKILL)
         server.stop()
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -276,14 +280,18 @@ def write_repository(target: Path, mode: str, config: EngineConfig, instances: i
 
 
 def check_ports(endpoints: Endpoints) -> None:
-    """Raises ConfigError for a port that cannot be listened on."""
-    for name in ("http_port", "grpc_port", "metrics_port"):
-        port = getattr(endpoints, name)
-        with socket.socket() as probe:
+    """Raises ConfigError for a port that cannot be listened on, or that is given twice."""
+    with contextlib.ExitStack() as probes:
+        for name in ("http_port", "grpc_port", "metrics_port"):
+            port = getattr(endpoints, name)
+            if not 1 <= port <= 65535:
+                raise ConfigError(f"{name} is {port}, must be from 1 to 65535")
+            probe = probes.enter_context(socket.socket())
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((endpoints.host, port))
-            except (OSError, OverflowError) as error:
+                probe.listen()
+            except OSError as error:
                 raise ConfigError(
                     f"{name} {port}: cannot listen on {endpoints.host}: {error}"
                 ) from None

@@ -26,11 +26,14 @@ class Stream(enum.IntEnum):
 def uniform(
     seed: Tensor, stream: Stream, forward: Tensor, position: Tensor, lane: Tensor
 ) -> Tensor:
-    """Uniform draws in (0, 1), float64. The int64 arguments broadcast against each other."""
+    """Uniform draws in (0, 1), float64. The int64 arguments broadcast against each other.
+
+    23 bits of the hash and a half are exact in float32 too, so a kernel draws the same.
+    """
     state = _mix(seed & LOW_32_BITS, seed >> 32)
     for part in (torch.full_like(forward, int(stream)), forward, position, lane):
         state = _mix(state, part)
-    return (state.double() + 0.5) / 2.0**32
+    return ((state >> 9).double() + 0.5) / 2.0**23
 
 
 def _mix(state: Tensor, part: Tensor) -> Tensor:

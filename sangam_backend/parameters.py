@@ -32,6 +32,7 @@ class Limits:
 
     family: Family
     block_length: int
+    max_block_length: int
     max_sequence_length: int
     """Longest prompt plus canvas, by the model and by the KV pool."""
     has_tokenizer: bool
@@ -64,7 +65,7 @@ def parse_sampling(
         if key not in KNOWN:
             raise invalid(f"unknown sampling parameter {key!r}, known are {', '.join(KNOWN)}")
     read = _Reader(values)
-    block_length = read.integer("block_length", limits.block_length, 1, limits.max_sequence_length)
+    block_length = read.integer("block_length", limits.block_length, 1, limits.max_block_length)
     max_tokens = read.integer("max_tokens", 256, 1, limits.max_sequence_length)
     _check_length(len(prompt), max_tokens, block_length, limits)
     num_blocks = -(-max_tokens // block_length)

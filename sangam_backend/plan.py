@@ -15,12 +15,14 @@ class Row(NamedTuple):
     request: Request
     slot: int
     prefill: bool
+    block: int
+    """Index of the block."""
     block_start: int
     """Position of the block in the sequence."""
     block_length: int
     sequence_length: int
     forward: int
-    """Counts the request's forwards from 0."""
+    """Numbers the forward for its random draws."""
     commit: Commit
 
     @property
@@ -35,6 +37,11 @@ class StepPlan:
     rows: list[Row]
     admitted: list[Request]
     """Requests whose slots the runner must fill before the forward."""
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether the host knows which blocks the iteration finishes before it has run."""
+        return all(row.commit.foresee(1) is not None for row in self.rows)
 
     @property
     def num_tokens(self) -> int:

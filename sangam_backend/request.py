@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from sangam_backend.text import TextStream
 
 
+MAX_FORWARDS_PER_BLOCK = 1 << 16
+
+
 class ErrorCode(enum.Enum):
     """Triton's error codes, as far as the engine uses them."""
 
@@ -128,9 +131,17 @@ class Request:
 
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+
+    # As planned: with iterations under way, ahead of what is known of their results.
     block: int = 0
     forward_in_block: int = 0
+    masks: int | None = 0
+    """Masks of the block after the forwards planned; None where only the device knows."""
+
+    # As known from results.
     num_forwards: int = 0
+    """Forwards that could commit something."""
+    finished_blocks: int = 0
     canvas: list[int] = field(default_factory=list)
     prefix: int = 0
     """Committed tokens from the left, before a stop token and within max_tokens."""
@@ -142,6 +153,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.canvas = [self.mask_token_id] * self.params.canvas_length
+        self.masks = self.params.block_length
 
     @property
     def sequence_length(self) -> int:
@@ -153,23 +165,41 @@ class Request:
         return len(self.prompt) + self.block * self.params.block_length
 
     @property
+    def forward(self) -> int:
+        """Numbers the next forward for its random draws, whatever ran in vain before it."""
+        return self.block * MAX_FORWARDS_PER_BLOCK + self.forward_in_block
+
+    @property
     def remaining_blocks(self) -> int:
         return self.params.num_blocks - self.block
 
-    def advance(self, block_tokens: Sequence[int]) -> Output | None:
-        """Takes the current block's tokens after a forward.
+    def plan_forward(self, commit: Commit) -> bool:
+        """Counts a forward of the block as planned.
+
+        Returns:
+            Whether it is sure to finish the block.
+        """
+        self.forward_in_block += 1
+        committed = None if self.masks is None else commit.foresee(self.masks)
+        self.masks = None if self.masks is None or committed is None else self.masks - committed
+        return self.masks == 0
+
+    def plan_next_block(self) -> None:
+        self.block += 1
+        self.forward_in_block = 0
+        self.masks = self.params.block_length
+
+    def advance(self, block: int, tokens: Sequence[int]) -> Output | None:
+        """Takes a block's tokens after a forward.
 
         Returns:
             What can be told to the client now, if anything.
         """
-        start = self.block * self.params.block_length
-        self.canvas[start : start + self.params.block_length] = block_tokens
+        start = block * self.params.block_length
+        self.canvas[start : start + self.params.block_length] = tokens
         self.num_forwards += 1
-        self.forward_in_block += 1
+        self.finished_blocks += self.mask_token_id not in tokens
         self._grow_prefix()
-        if self.mask_token_id not in block_tokens and self.finish_reason is None:
-            self.block += 1
-            self.forward_in_block = 0
         return self._take_output()
 
     def _grow_prefix(self) -> None:

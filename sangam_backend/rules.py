@@ -56,6 +56,16 @@ class Commit(NamedTuple):
     rule: Count
     value: float
 
+    def foresee(self, masks: int) -> int | None:
+        """How many of a block's masks this forward commits; None where only the device knows."""
+        if self.rule is Count.FIRST:
+            return 1
+        if self.rule is Count.QUOTA:
+            return min(int(self.value), masks)
+        if self.rule is Count.SHARE:
+            return int(np.float32(masks) * np.float32(self.value))
+        return None
+
 
 def steps_of_block(steps: int, num_blocks: int, block: int) -> int:
     """Splits the forwards of the `steps` rule over the blocks, earlier ones first."""

@@ -1,115 +1,142 @@
-"""Runs one planned iteration on one device."""
+"""Runs planned iterations on one device, launched without waiting for their results."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sangam_backend.attention import PagedSdpaAttention, Span
-from sangam_backend.buffers import DeviceState
+from sangam_backend import unmasking
+from sangam_backend.attention import PagedAttention, SdpaAttention, new_pool
+from sangam_backend.buffers import DeviceState, HostBatch, StepInputs
+from sangam_backend.config import EngineConfig
+from sangam_backend.graphs import DecodeGraphs
 from sangam_backend.models.transformer import Transformer
-from sangam_backend.plan import Row, StepPlan
-from sangam_backend.unmasking import CommitRows, commit_mask, propose
+from sangam_backend.pages import PAGE_SIZE
+from sangam_backend.plan import StepPlan
+
+
+class Launch(NamedTuple):
+    """An iteration under way."""
+
+    plan: StepPlan
+    blocks: Tensor
+    """[rows, longest block] on the host, once `done`."""
+    done: torch.cuda.Event | None
+
+    def wait(self) -> list[list[int]]:
+        """For each row its block's tokens, with the mask id where nothing is committed yet."""
+        if self.done is not None:
+            self.done.synchronize()
+        rows = self.blocks.tolist()
+        return [block[: row.block_length] for row, block in zip(self.plan.rows, rows)]
 
 
 class Runner:
     """The model, the KV pool and the device tables of one instance."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        attention: PagedSdpaAttention,
-        num_slots: int,
-    ) -> None:
+    def __init__(self, model: Transformer, config: EngineConfig, num_pages: int) -> None:
         self.model = model
-        self.attention = attention
-        self.device = model.embedding.device
-        config = model.config
-        self.state = DeviceState(num_slots, config.max_sequence_length, self.device)
-        self.stop_token_ids = torch.tensor(sorted(config.stop_token_ids), dtype=torch.int64).to(
-            self.device
+        self.config = config
+        self.device = model.head.device
+        padding = range(num_pages, num_pages + -(-config.block_length // PAGE_SIZE))
+        self.state = DeviceState(
+            config.max_batch_size, model.config.max_sequence_length, padding, self.device
         )
+        self.pool = new_pool(model, num_pages + len(padding))
+        self.stop_token_ids = torch.tensor(
+            sorted(model.config.stop_token_ids), dtype=torch.int64, device=self.device
+        )
+        self.workspace = new_workspace(config, self.device)
+        self.attention = self._new_attention(None)
+        if self.device.type == "cuda":
+            from sangam_backend.kernels import ops, unmask
+
+            self._propose, self._commit_blocks = unmask.propose, unmask.commit_blocks
+            if config.fused_ops:
+                model.ops = ops.fused()
+        else:
+            self._propose, self._commit_blocks = unmasking.propose, unmasking.commit_blocks
+        self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and config.cuda_graphs:
+            self.graphs = DecodeGraphs(
+                self.state, model.config.logit_shift, config, self._step, self._new_attention
+            )
+
+    @property
+    def logits_bytes(self) -> int:
+        """The most that the logits of an iteration take."""
+        rows = self.config.max_batch_size * self.config.block_length
+        return rows * self.model.config.vocab_size * self.pool.element_size()
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the rows replayed in CUDA graphs that were padding."""
+        if self.graphs is None or not self.graphs.replayed_rows:
+            return 0.0
+        return round(self.graphs.padding_rows / self.graphs.replayed_rows, 4)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[list[int]]:
-        """Runs the forward of all rows and commits what they unmask.
-
-        Returns:
-            For each row its block's tokens, with the mask id where nothing is committed yet.
-        """
+    def launch(self, plan: StepPlan) -> Launch:
+        """Starts an iteration; on a CPU it is over when this returns."""
         for request in plan.admitted:
             self.state.admit(request)
-        hidden = self._forward(plan.rows)
-        blocks = self._unmask(plan.rows, hidden)
-        return [block[: row.block_length] for row, block in zip(plan.rows, blocks.tolist())]
+        if self.graphs is not None and self.graphs.fit(plan.rows):
+            blocks = self.graphs.replay(plan.rows)
+        else:
+            batch = HostBatch(plan.rows, self.state, self.model.config.logit_shift)
+            inputs = StepInputs.view(*batch.to_device(self.device), batch.layout)
+            self.attention.plan(batch, inputs)
+            blocks = self._step(inputs, self.attention)
+        if self.device.type == "cpu":
+            return Launch(plan, blocks, None)
+        on_host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
+        on_host.copy_(blocks, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Launch(plan, on_host, done)
 
-    def _forward(self, rows: list[Row]) -> Tensor:
-        """Hidden states [tokens, hidden] of the rows, packed."""
-        spans = [
-            Span(
-                pages=row.request.pages,
-                query_start=0 if row.prefill else row.block_start,
-                num_queries=row.num_tokens,
-                sequence_length=row.sequence_length,
-            )
-            for row in rows
-        ]
-        self.attention.plan(spans)
-        positions = torch.cat(
-            [torch.arange(s.query_start, s.query_start + s.num_queries) for s in spans]
-        ).to(self.device)
-        slots = torch.tensor([row.slot for row in rows]).repeat_interleave(
-            torch.tensor([row.num_tokens for row in rows])
-        )
-        ids = self.state.tokens[slots.to(self.device), positions]
-        return self.model.forward(ids, positions, self.attention)
-
-    def _unmask(self, rows: list[Row], hidden: Tensor) -> Tensor:
-        """Commits tokens of each row's block and returns the blocks, [rows, longest block]."""
-        config = self.model.config
-        offsets = torch.arange(max(row.block_length for row in rows), device=self.device)
-        starts = self._column([row.block_start for row in rows])
-        lengths = self._column([row.block_length for row in rows])
-        slots = self._column([row.slot for row in rows])
-        positions = starts[:, None] + offsets.clamp(max=lengths[:, None] - 1)
-        logits = self.model.logits(hidden[self._logit_rows(rows, positions).flatten()])
-        forward = self._column([row.forward for row in rows])
-        sampling = self.state.sampling_rows(slots)
-        proposed, confidences = propose(
-            logits.view(*positions.shape, -1),
-            positions,
-            forward,
+    def _step(self, inputs: StepInputs, attention: PagedAttention) -> Tensor:
+        """Forward, unmask and commit; the blocks' tokens [rows, longest block] after it."""
+        config, state = self.model.config, self.state
+        ids = state.tokens[inputs.token_slots, inputs.positions]
+        hidden = self.model.forward(ids, attention)
+        logits = self.model.logits(hidden[inputs.logit_rows])
+        sampling = state.sampling_rows(inputs.slots)
+        proposed, confidence = self._propose(
+            logits.view(*inputs.block_positions.shape, -1),
+            inputs.block_positions,
+            inputs.commit.forward,
             sampling,
             config.family,
             config.mask_token_id,
             self.stop_token_ids,
         )
-        blocks = self.state.tokens[slots[:, None], positions]
-        masked = (blocks == config.mask_token_id) & (offsets < lengths[:, None])
-        commit = CommitRows(
-            rule=self._column([int(row.commit.rule) for row in rows]),
-            value=torch.tensor([row.commit.value for row in rows], device=self.device).double(),
-            forward=forward,
+        return self._commit_blocks(
+            state.tokens,
+            inputs.slots,
+            inputs.block_positions,
+            inputs.block_lengths,
+            proposed,
+            confidence,
+            inputs.commit,
+            sampling,
+            config.mask_token_id,
         )
-        chosen = commit_mask(confidences, masked, positions, commit, sampling)
-        blocks = torch.where(chosen, proposed, blocks)
-        # Columns past a row's block repeat its last position, so they must repeat its token too.
-        blocks = blocks.gather(1, positions - starts[:, None])
-        self.state.tokens[slots[:, None], positions] = blocks
-        return blocks
 
-    def _logit_rows(self, rows: list[Row], positions: Tensor) -> Tensor:
-        """Rows of the packed batch whose logits predict the positions.
+    def _new_attention(self, graph_rows: int | None) -> PagedAttention:
+        if self.workspace is None:
+            return SdpaAttention(self.model, self.pool, self.state)
+        from sangam_backend.flashinfer_attention import FlashInferAttention
 
-        A decode of a shifted model lacks the row before its block; the block's first position,
-        which its prefill has committed, takes the block's first row instead.
-        """
-        firsts, row_start = [], 0
-        for row in rows:
-            firsts.append(row_start if row.prefill else row_start - row.block_start)
-            row_start += row.num_tokens
-        packed = self._column(firsts)[:, None] + positions - self.model.config.logit_shift
-        return packed.clamp(min=0)
+        return FlashInferAttention(self.model, self.pool, self.state, self.workspace, graph_rows)
 
-    def _column(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+def new_workspace(config: EngineConfig, device: torch.device) -> Tensor | None:
+    """FlashInfer's scratch memory, shared by all its wrappers; None where SDPA attends."""
+    if device.type == "cpu" or config.attention == "sdpa":
+        return None
+    from sangam_backend.flashinfer_attention import WORKSPACE_BYTES
+
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

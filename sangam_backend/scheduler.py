@@ -17,7 +17,7 @@ from collections.abc import Callable
 from sangam_backend.config import Family, QueueOrder
 from sangam_backend.pages import PAGE_SIZE, PageAllocator
 from sangam_backend.plan import Row, StepPlan
-from sangam_backend.request import Request
+from sangam_backend.request import Output, Request
 
 PREFILL_SHARE = 8
 
@@ -46,12 +46,16 @@ class Scheduler:
         self.deficit = 0
         self.waiting: list[Request] = []
         self.decoding: list[Request] = []
+        self.ending: list[Request] = []
+        """Requests whose last forward is planned, its result not yet known."""
+        self.vain_rows = 0
+        """Rows whose request turned out to have left the block or ended before."""
         self._free_slots = list(range(max_batch_size - 1, -1, -1))
         self._order = ORDERS[queue_order]
 
     @property
     def num_requests(self) -> int:
-        return len(self.waiting) + len(self.decoding)
+        return len(self.waiting) + len(self.decoding) + len(self.ending)
 
     def add(self, request: Request) -> None:
         """Queues a new request, or an old one for its next block."""
@@ -59,8 +63,9 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forgets a request, in whatever state, and returns its slot and pages."""
-        queue = self.decoding if request in self.decoding else self.waiting
-        queue.remove(request)
+        for queue in (self.waiting, self.decoding, self.ending):
+            if request in queue:
+                queue.remove(request)
         self._release(request)
 
     def plan(self) -> StepPlan | None:
@@ -70,14 +75,31 @@ class Scheduler:
         earned = max(self.budget - decode_tokens, self.budget // PREFILL_SHARE)
         prefills, admitted = self._take_prefills(earned)
         rows = [self._row(request, prefill=True) for request in prefills] + decode_rows
+        for row in rows:
+            if row.request.plan_forward(row.commit):
+                self._leave_block(row.request)
         return StepPlan(rows, admitted) if rows else None
 
-    def finish_row(self, request: Request) -> None:
-        """Files a request after its forward: finished, next block, or next decode."""
+    def apply(self, row: Row, tokens: list[int]) -> Output | None:
+        """Takes the result of a planned row, and files its request accordingly."""
+        request = row.request
+        if request.finish_reason is not None or row.block < request.finished_blocks:
+            self.vain_rows += 1
+            return None
+        output = request.advance(row.block, tokens)
         if request.finish_reason is not None:
             self.remove(request)
-        elif request.forward_in_block == 0:
-            self.decoding.remove(request)
+        elif request.finished_blocks > request.block:
+            self._leave_block(request)
+        return output
+
+    def _leave_block(self, request: Request) -> None:
+        """Queues a request for the block after the one that it finishes."""
+        self.decoding.remove(request)
+        if request.remaining_blocks == 1:
+            self.ending.append(request)
+        else:
+            request.plan_next_block()
             self.add(request)
 
     def _take_prefills(self, earned: int) -> tuple[list[Request], list[Request]]:
@@ -137,10 +159,11 @@ class Scheduler:
             request=request,
             slot=request.slot,
             prefill=prefill,
+            block=request.block,
             block_start=request.block_start,
             block_length=params.block_length,
             sequence_length=request.sequence_length,
-            forward=request.num_forwards,
+            forward=request.forward,
             commit=params.commit(
                 self.family, request.block, request.forward_in_block, full_logits=False
             ),

@@ -137,6 +137,39 @@ def commit_mask(
     return torch.where(rule == Count.FIRST, first, rank < count) & masked
 
 
+def commit_blocks(
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    proposed: Tensor,
+    confidences: Tensor,
+    commit: CommitRows,
+    sampling: SamplingRows,
+    mask_token_id: int,
+) -> Tensor:
+    """Commits proposals into the token table.
+
+    Args:
+        tokens: The table [slots, positions]; changed in place.
+        slots, lengths: [rows], where each row's block lies and how long it is.
+        positions: [rows, block]; columns past a row's block repeat its last position.
+        proposed, confidences: [rows, block].
+
+    Returns:
+        The blocks' tokens after it, [rows, block].
+    """
+    columns = torch.arange(positions.shape[1], device=positions.device)
+    blocks = tokens[slots[:, None], positions]
+    masked = (blocks == mask_token_id) & (columns < lengths[:, None])
+    chosen = commit_mask(confidences, masked, positions, commit, sampling)
+    blocks = torch.where(chosen, proposed, blocks)
+    # Columns past a row's block write its last position too, so they must write the same token.
+    blocks = blocks.gather(1, torch.minimum(columns, lengths[:, None] - 1))
+    tokens[slots[:, None], positions] = blocks
+    return blocks
+
+
 def factor_count(best_first: Tensor, num_masked: Tensor, factor: Tensor) -> Tensor:
     """Fast-dLLM's factor rule: how many of the confidences, sorted best first, commit.
 

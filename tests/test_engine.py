@@ -57,7 +57,7 @@ def run_reference(model: Transformer, engine: Engine, job: Job) -> Answer:
 
 def drain(engine: Engine) -> dict[Request, list[Output]]:
     outputs: dict[Request, list[Output]] = {}
-    while engine.scheduler.num_requests or engine._inbox:
+    while not engine.is_idle:
         for request, output in engine.step():
             outputs.setdefault(request, []).append(output)
     return outputs

@@ -29,8 +29,7 @@ def test_logits_equal_the_published_model(name: str) -> None:
 
     def raw(ids: torch.Tensor, start: int, end: int) -> torch.Tensor:
         predictor.attention.window = slice(start, end)
-        positions = torch.arange(start, end)
-        return model.logits(model.forward(ids[start:end], positions, predictor.attention))
+        return model.logits(model.forward(ids[start:end], predictor.attention))
 
     ids, revealed = golden["ids"][0], golden["ids_step2"][0]
     full = raw(ids, 0, len(ids))
@@ -168,7 +167,7 @@ def test_engine_config_names_what_is_wrong() -> None:
         ({}, "parameter model is missing"),
         ({"model": "x", "block_lenght": "3"}, "unknown parameter 'block_lenght'"),
         ({"model": "x", "block_length": "many"}, "block_length is 'many'"),
-        ({"model": "x", "block_length": "0"}, "block_length is 0, must be from 1 to 1024"),
+        ({"model": "x", "block_length": "0"}, "block_length is 0, must be from 1 to 128"),
         ({"model": "x", "dtype": "int8"}, "dtype is 'int8', must be one of"),
         ({"model": "x", "queue_order": "lifo"}, "queue_order is 'lifo', must be one of"),
     ):

@@ -11,8 +11,12 @@ from sangam_backend.parameters import Limits, parse_json, parse_sampling
 from sangam_backend.request import ErrorCode, RequestError, SamplingParams
 from sangam_backend.rules import Confidence, Unmasking
 
-LLADA = Limits("llada", block_length=32, max_sequence_length=512, has_tokenizer=True)
-DREAM = Limits("dream", block_length=32, max_sequence_length=512, has_tokenizer=True)
+LLADA = Limits(
+    "llada", block_length=32, max_block_length=128, max_sequence_length=512, has_tokenizer=True
+)
+DREAM = Limits(
+    "dream", block_length=32, max_block_length=128, max_sequence_length=512, has_tokenizer=True
+)
 
 
 def parse(values: dict[str, Any], limits: Limits = LLADA) -> SamplingParams:
@@ -75,7 +79,7 @@ def test_dream_ranks_its_schedule_by_entropy() -> None:
         ({"stop": [""]}, r"stop is \[''\], must be a list of strings that are not empty"),
         ({"stop": ["x"] * 17}, "stop has 17 strings, at most 16"),
         ({"stop": ["x" * 257]}, "stop has a string of 257 characters, the limit is 256"),
-        ({"block_length": 0}, "block_length is 0, must be from 1 to 512"),
+        ({"block_length": 0}, "block_length is 0, must be from 1 to 128"),
     ],
 )
 def test_bad_values(values: dict[str, Any], message: str) -> None:

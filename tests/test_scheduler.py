@@ -67,13 +67,12 @@ def run(scheduler: Scheduler, plan: StepPlan, commit: int) -> None:
     """Commits so many masks of each row, from the left."""
     for row in plan.rows:
         request = row.request
-        start = request.block * row.block_length
+        start = row.block * row.block_length
         tokens = request.canvas[start : start + row.block_length]
         masks = [i for i, token in enumerate(tokens) if token == MASK]
         for i in masks[:commit]:
             tokens[i] = TOKEN
-        request.advance(tokens)
-        scheduler.finish_row(request)
+        scheduler.apply(row, tokens)
 
 
 def prefilled(plan: StepPlan | None) -> list[Request]:

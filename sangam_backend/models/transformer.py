@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sangam_backend.config import ModelConfig
+from sangam_backend.kernels.ops import TORCH, Ops
 
 # MKL multiplies fewer rows than this with other kernels, whose sums differ in the last bit.
 # With at least so many rows a token's result is the same in every batch.
@@ -17,18 +18,17 @@ CPU_MIN_ROWS = 16
 
 
 class Attention(Protocol):
-    """Attends over whatever cache it keeps; the model knows nothing of pages or requests."""
+    """Rotates, caches and attends; the model knows nothing of positions, pages or requests."""
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
         """Stores K/V of the batch's tokens and attends.
 
         Args:
             layer: Index of the layer.
-            q: [tokens, heads, head_dim], rotated.
-            k, v: [tokens, kv_heads, head_dim], k rotated.
+            qkv: [tokens, (heads + 2 * kv_heads) * head_dim], not rotated. It may be overwritten.
 
         Returns:
-            [tokens, heads, head_dim].
+            [tokens, heads * head_dim].
         """
         ...
 
@@ -56,40 +56,32 @@ class Transformer:
     """[vocab, hidden]"""
     rope: Tensor
     """[2, positions, head_dim]: cosines and sines, float32"""
+    ops: Ops = TORCH
 
-    def forward(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Runs the layers.
 
         Args:
-            ids, positions: [tokens], sequences packed one after the other.
-            attention: Knows where each sequence starts.
+            ids: [tokens], sequences packed one after the other.
+            attention: Knows where each sequence starts and the positions of its tokens.
 
         Returns:
             The normalised hidden states, [tokens, hidden].
         """
-        config = self.config
-        cos, sin = self.rope[:, positions, None]
-        x = F.embedding(ids, self.embedding)
-        for index, layer in enumerate(self.layers):
-            h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
-            q, k, v = self._split(linear(h, layer.qkv, layer.qkv_bias))
-            q = rotate(q, cos, sin, config.rope_in_float32)
-            k = rotate(k, cos, sin, config.rope_in_float32)
-            x = x + linear(attention.run(index, q, k, v).flatten(1), layer.output)
-            h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-            gate, up = linear(h, layer.gate_up).chunk(2, dim=-1)
-            x = x + linear(F.silu(gate) * up, layer.down)
-        return rms_norm(x, self.final_norm, config.rms_norm_eps)
+        ops, eps = self.ops, self.config.rms_norm_eps
+        norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
+        residual = F.embedding(ids, self.embedding)
+        h = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, norms)):
+            attended = attention.run(index, linear(h, layer.qkv, layer.qkv_bias))
+            h = ops.add_rms_norm(linear(attended, layer.output), residual, layer.mlp_norm, eps)
+            h = ops.silu_mul(linear(h, layer.gate_up))
+            h = ops.add_rms_norm(linear(h, layer.down), residual, next_norm, eps)
+        return h
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raw logits [rows, vocab] of hidden states [rows, hidden], without the family's shift."""
         return linear(hidden, self.head)
-
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        heads = qkv.unflatten(-1, (-1, config.head_dim))
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        return q, k, v
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -99,19 +91,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalises in float32 and multiplies by the weight in the dtype of the model."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
-
-
 def rope_table(head_dim: int, positions: int, theta: float, device: torch.device) -> Tensor:
     """Cosines and sines [2, positions, head_dim] of rotary embeddings in the rotate-half form."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     angles = torch.outer(torch.arange(positions, device=device).float(), theta**-exponents)
     angles = torch.cat([angles, angles], dim=-1)
     return torch.stack([angles.cos(), angles.sin()])
+
+
+def split_and_rotate(
+    qkv: Tensor, positions: Tensor, rope: Tensor, config: ModelConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q [tokens, heads, head_dim], rotated k and plain v [tokens, kv_heads, head_dim]."""
+    heads = qkv.unflatten(-1, (-1, config.head_dim))
+    q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+    cos, sin = rope[:, positions, None]
+    in_float32 = config.rope_in_float32
+    return rotate(q, cos, sin, in_float32), rotate(k, cos, sin, in_float32), v
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, in_float32: bool) -> Tensor:

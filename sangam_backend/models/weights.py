@@ -114,7 +114,7 @@ def _visit(
     for path in _files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in missing.keys() & file.keys():
+                for name in sorted(missing.keys() & file.keys()):
                     view = missing.pop(name)
                     shape = file.get_slice(name).get_shape()
                     if shape != list(view.shape):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sangam_backend.attention import attend
-from sangam_backend.models.transformer import Transformer
+from sangam_backend.models.transformer import Transformer, split_and_rotate
 from sangam_backend.reference.sampler import Sampler, View
 from sangam_backend.request import Output, Request
 
@@ -19,15 +19,18 @@ class DenseAttention:
     """Attention over one sequence: the window's K/V replace those cached, then it sees all."""
 
     def __init__(self, model: Transformer, length: int) -> None:
+        self.model = model
         config = model.config
         shape = (config.num_layers, 2, length, config.num_kv_heads, config.head_dim)
         self.cache = torch.zeros(shape, dtype=model.head.dtype, device=model.head.device)
         self.window = slice(0, length)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, layer: int, qkv: Tensor) -> Tensor:
+        positions = torch.arange(self.window.start, self.window.stop, device=qkv.device)
+        q, k, v = split_and_rotate(qkv, positions, self.model.rope, self.model.config)
         self.cache[layer, 0, self.window] = k
         self.cache[layer, 1, self.window] = v
-        return attend(q, self.cache[layer, 0], self.cache[layer, 1])
+        return attend(q, self.cache[layer, 0], self.cache[layer, 1]).flatten(1)
 
 
 class Predictor:
@@ -43,8 +46,7 @@ class Predictor:
         A shifted model is shifted inside the window, whose first row keeps its own logits.
         """
         self.attention.window = slice(start, end)
-        positions = torch.arange(start, end, device=x.device)
-        logits = self.model.logits(self.model.forward(x[start:end], positions, self.attention))
+        logits = self.model.logits(self.model.forward(x[start:end], self.attention))
         if self.model.config.logit_shift:
             logits = torch.cat([logits[:1], logits[:-1]])
         return logits
@@ -77,10 +79,13 @@ def generate(
             masked=x[start:end] == mask_token_id,
             block=request.block,
             forward_in_block=request.forward_in_block,
-            num_forwards=request.num_forwards,
+            forward=request.forward,
         )
         tokens, commit = sampler.choose(view)
         x[start:end] = torch.where(commit & view.masked, tokens, x[start:end])
-        if (output := request.advance(x[start:end].tolist())) is not None:
+        request.forward_in_block += 1
+        if (output := request.advance(request.block, x[start:end].tolist())) is not None:
             outputs.append(output)
+        if request.finished_blocks > request.block:
+            request.plan_next_block()
     return outputs

@@ -30,7 +30,8 @@ class View:
     """bool [block]"""
     block: int
     forward_in_block: int
-    num_forwards: int
+    forward: int
+    """Numbers the forward for its random draws."""
 
     @property
     def block_logits(self) -> Tensor:
@@ -59,7 +60,7 @@ class ServingSampler:
             if view.masked[i]:
                 position = view.block_start + i
                 tokens[i], confidence[i] = self._propose(
-                    view.block_logits[i], position, view.num_forwards
+                    view.block_logits[i], position, view.forward
                 )
         commit = torch.zeros(length, dtype=torch.bool)
         commit[self._select(confidence, view)] = True
@@ -98,7 +99,7 @@ class ServingSampler:
         if commit.rule is Count.RANDOM:
             for i in confidence:
                 position = view.block_start + i
-                draw = self._draws(Stream.CONFIDENCE, view.num_forwards, position, lanes=1)
+                draw = self._draws(Stream.CONFIDENCE, view.forward, position, lanes=1)
                 confidence[i] = float(draw)
         ranked = sorted(confidence, key=lambda i: (-confidence[i], i))
         if commit.rule is Count.THRESHOLD:
@@ -110,7 +111,7 @@ class ServingSampler:
         if commit.rule is Count.SHARE:
             share = torch.tensor(float(len(ranked))) * torch.tensor(commit.value)
             return ranked[: int(share)]
-        draw = self._draws(Stream.COUNT, view.num_forwards, 0, lanes=1)
+        draw = self._draws(Stream.COUNT, view.forward, 0, lanes=1)
         return ranked[: 1 + int(float(draw) * len(ranked))]
 
     def _draws(self, stream: Stream, forward: int, position: int, lanes: int) -> Tensor:

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from sangam_backend.server.reply import Reply
 from sangam_backend.server.wire import Options, build_response, read_request
 
 POLL_SECONDS = 0.02
+WATCH_SECONDS = 0.5
 DRAIN_SECONDS = 30.0
 
 
@@ -43,6 +45,7 @@ class Instance:
     """
 
     def __init__(self, args: dict[str, str]) -> None:
+        _start(_follow_server, os.getppid())
         model_config = json.loads(args["model_config"])
         parameters = model_config.get("parameters", {})
         config = EngineConfig.from_strings(
@@ -55,17 +58,13 @@ class Instance:
         self._room = threading.Condition()
         self._emissions: queue.SimpleQueue[list[Emission] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._failure: BaseException | None = None
+        self._failure: RequestError | None = None
         self._gauges = Gauges(
             {"model": args["model_name"], "instance": args["model_instance_name"]}
         )
-        self._parent = os.getppid()
-        self._threads = [
-            threading.Thread(target=target, name=target.__name__, daemon=True)
-            for target in (self._run_engine, self._respond, self._poll)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._engine_thread = _start(self._run_engine)
+        self._response_thread = _start(self._respond)
+        _start(self._poll)
 
     def accept(self, triton_request: Any) -> None:
         """Checks a request and hands it to the engine, or refuses it."""
@@ -76,15 +75,11 @@ class Instance:
                 incoming.request_id, incoming.prompt, incoming.sampling, incoming.options.stream
             )
             self._wait_for_room(reply)
+            self._admit(request, Client(reply, incoming.options))
         except RequestError as error:
             reply.refuse(error)
         except Exception as error:
-            pb_utils.Logger.log_error(traceback.format_exc())
-            reply.refuse(RequestError(ErrorCode.INTERNAL, repr(error)))
-        else:
-            with self._room:
-                self._clients[request] = Client(reply, incoming.options)
-            self.engine.submit(request)
+            _refuse_after_fault(reply, error)
 
     def close(self) -> None:
         """Lets running requests finish for a while, answers the rest, and ends the threads."""
@@ -92,10 +87,10 @@ class Instance:
             self._room.wait_for(lambda: not self._clients, timeout=DRAIN_SECONDS)
         self._stopping.set()
         self.engine.wake()
-        self._threads[0].join()
+        self._engine_thread.join()
         self._answer_all(RequestError(ErrorCode.UNAVAILABLE, "the server is shutting down"))
         self._emissions.put(None)
-        self._threads[1].join()
+        self._response_thread.join()
 
     def _wait_for_room(self, reply: Reply) -> None:
         while True:
@@ -106,6 +101,13 @@ class Instance:
             if reply.is_cancelled():
                 raise RequestError(ErrorCode.CANCELLED, "cancelled while it waited in the queue")
 
+    def _admit(self, request: Request, client: Client) -> None:
+        with self._room:
+            if self._failure is not None:
+                raise self._failure
+            self._clients[request] = client
+        self.engine.submit(request)
+
     def _run_engine(self) -> None:
         try:
             self.engine.run(self._emissions.put, self._stopping)
@@ -114,11 +116,13 @@ class Instance:
 
     def _fail(self, error: BaseException) -> None:
         """Answers everybody and ends the process: a dead engine must not look alive."""
-        self._failure = error
+        failure = RequestError(ErrorCode.INTERNAL, f"the engine failed: {error!r}")
+        with self._room:
+            self._failure = failure
         pb_utils.Logger.log_error(
             "the engine failed\n" + "".join(traceback.format_exception(error))
         )
-        self._answer_all(RequestError(ErrorCode.INTERNAL, f"the engine failed: {error!r}"))
+        self._answer_all(failure)
         os._exit(1)
 
     def _answer_all(self, error: RequestError) -> None:
@@ -132,10 +136,7 @@ class Instance:
         """Sends what the engine emits, so that the engine never waits for the wire."""
         while (emissions := self._emissions.get()) is not None:
             for request, output in emissions:
-                try:
-                    self._send(request, output)
-                except Exception:
-                    pb_utils.Logger.log_error(traceback.format_exc())
+                self._send(request, output)
 
     def _send(self, request: Request, output: Output) -> None:
         final = output.finish_reason is not None
@@ -148,16 +149,16 @@ class Instance:
                 self._room.notify_all()
         if output.finish_reason is FinishReason.CANCELLED:
             client.reply.refuse(RequestError(ErrorCode.CANCELLED, "the client cancelled"))
-        else:
+            return
+        try:
             client.reply.send(build_response(request, client.options, output), final)
+        except Exception as error:
+            _refuse_after_fault(client.reply, error)
 
     def _poll(self) -> None:
-        """Looks for clients that left, for a dead server, and updates the gauges."""
+        """Looks for clients that left, and updates the gauges."""
         while not self._stopping.is_set():
             time.sleep(POLL_SECONDS)
-            # A stub whose server was killed may wait in its IPC for ever, holding the GPU.
-            if os.getppid() != self._parent:
-                os._exit(1)
             with self._room:
                 clients = list(self._clients.items())
             for request, client in clients:
@@ -166,8 +167,26 @@ class Instance:
             self._gauges.update(self.engine)
 
 
+def _start(target: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name=target.__name__, daemon=True)
+    thread.start()
+    return thread
+
+
+def _follow_server(server: int) -> None:
+    """Ends the process after its server: a stub left alone waits for ever and holds its GPU."""
+    while os.getppid() == server:
+        time.sleep(WATCH_SECONDS)
+    os._exit(1)
+
+
+def _refuse_after_fault(reply: Reply, error: Exception) -> None:
+    pb_utils.Logger.log_error(traceback.format_exc())
+    reply.refuse(RequestError(ErrorCode.INTERNAL, repr(error)))
+
+
 def _share_cores(model_config: dict[str, Any]) -> None:
     """Splits the cores among the instances of a model on a CPU."""
     groups = model_config.get("instance_group", [])
     instances = sum(group.get("count", 1) for group in groups) or 1
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // instances))
+    torch.set_num_threads(max(1, torch.get_num_threads() // instances))

@@ -1,0 +1,1 @@
+"""Kernels in the Triton language, each with a torch twin."""
