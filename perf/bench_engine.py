@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tqdm import tqdm
 from sangam_backend.config import EngineConfig, ModelConfig
 from sangam_backend.engine import Engine
 from sangam_backend.frontend import Prompt
+from sangam_backend.pages import PAGE_SIZE
 from sangam_backend.plan import Row, StepPlan
 from sangam_backend.request import Request
 from sangam_backend.rules import Commit, Count
@@ -37,6 +39,8 @@ DECODE_BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 PREFILL_LENGTHS = (256, 512, 768, 1024, 2048, 4096)
 MIXED = ((1, 7), (2, 14))
 BURST = 64
+PROFILED = 4
+REST_SECONDS = 0.3
 
 
 @dataclass
@@ -127,18 +131,20 @@ def run_requests(engine: Engine, requests: list[Request]) -> tuple[float, list[f
     return time.perf_counter() - started, ends
 
 
-def admitted(engine: Engine, count: int, prompt: int, generated: int) -> Iterator[Row]:
+@contextmanager
+def admitted(engine: Engine, prefills: int, decodes: int, length: int) -> Iterator[list[Row]]:
     """Rows of requests that hold pages, set up by hand so that an iteration can be repeated."""
-    for slot in range(count):
-        request = make_request(engine, prompt, generated, 4, seed=slot)
-        pages = engine.pages.allocate(-(-request.sequence_length // 16))
+    rows = []
+    for slot in range(prefills + decodes):
+        request = make_request(engine, length - GENERATED // 2, GENERATED // 2, 4, seed=slot)
+        pages = engine.pages.allocate(-(-request.sequence_length // PAGE_SIZE))
         assert pages is not None, "the KV pool is too small for this part"
         request.slot, request.pages = slot, pages
         engine.runner.state.admit(request)
-        yield Row(
+        row = Row(
             request=request,
             slot=slot,
-            prefill=False,
+            prefill=slot < prefills,
             block=0,
             block_start=request.block_start,
             block_length=BLOCK,
@@ -146,15 +152,26 @@ def admitted(engine: Engine, count: int, prompt: int, generated: int) -> Iterato
             forward=0,
             commit=Commit(Count.QUOTA, 1.0),
         )
+        rows.append(row)
+    try:
+        yield rows
+    finally:
+        for row in rows:
+            engine.pages.free(row.request.pages)
 
 
 def time_iteration(engine: Engine, rows: list[Row], repeats: int) -> float:
-    """Milliseconds of an iteration, the host launching ahead; the median of five rounds."""
+    """Milliseconds of an iteration, the host launching ahead; the median of five short rounds.
+
+    The device rests between rounds: under minutes of such load its clocks fall by some 10 %, which
+    the bursts of requests show.
+    """
     plan = StepPlan(rows, [])
     for _ in range(3):
         engine.runner.launch(plan).wait()
     rounds = []
     for _ in range(5):
+        time.sleep(REST_SECONDS)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(repeats):
@@ -177,14 +194,9 @@ def iteration_parts(engine: Engine) -> dict[str, tuple[int, int, int]]:
 
 
 def bench_iteration(engine: Engine, prefills: int, decodes: int, length: int) -> dict[str, Any]:
-    rows = list(admitted(engine, prefills + decodes, length - GENERATED // 2, GENERATED // 2))
-    rows = [row._replace(prefill=i < prefills) for i, row in enumerate(rows)]
-    try:
-        ms = time_iteration(engine, rows, repeats=30 if prefills == 0 else 8)
-    finally:
-        for row in rows:
-            engine.pages.free(row.request.pages)
-    return rates(engine, Work.of(rows), ms)
+    with admitted(engine, prefills, decodes, length) as rows:
+        ms = time_iteration(engine, rows, repeats=4 if prefills else 12)
+        return rates(engine, Work.of(rows), ms)
 
 
 def rates(engine: Engine, work: Work, ms: float) -> dict[str, Any]:
@@ -225,35 +237,42 @@ def bench_gaps(config: EngineConfig, engine: Engine) -> dict[str, Any]:
 
 
 def environment(engine: Engine) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    git = ["git", "rev-parse", "--verify", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True)
     cuda = engine.runner.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else platform.processor(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
     }
 
 
-def profile(engine: Engine, path: Path) -> None:
-    """Writes a Chrome trace and prints the kernels of decode iterations of 8 blocks."""
-    rows = list(admitted(engine, 8, PROMPT, GENERATED))
-    time_iteration(engine, rows, repeats=2)
-    with torch.profiler.profile() as recorded:
-        for _ in range(4):
-            engine.runner.launch(StepPlan(rows, [])).wait()
-    recorded.export_chrome_trace(str(path))
-    print(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=20))
-    for row in rows:
-        engine.pages.free(row.request.pages)
+def profile(engine: Engine, parts: dict[str, tuple[int, int, int]], top: int = 14) -> None:
+    """Prints for each part which kernels its time goes to."""
+    for name, shape in parts.items():
+        with admitted(engine, *shape) as rows:
+            time_iteration(engine, rows, repeats=2)
+            with torch.profiler.profile() as recorded:
+                for _ in range(PROFILED):
+                    engine.runner.launch(StepPlan(rows, []))
+                torch.cuda.synchronize()
+        kernels = [e for e in recorded.key_averages() if e.self_device_time_total > 0]
+        kernels.sort(key=lambda event: -event.self_device_time_total)
+        total = sum(event.self_device_time_total for event in kernels)
+        print(f"\n{name}: {total / PROFILED / 1000:.3f} ms in kernels")
+        for event in kernels[:top]:
+            ms = event.self_device_time_total / PROFILED / 1000
+            each = event.self_device_time_total / event.count
+            print(f"{ms:8.3f} ms {event.count // PROFILED:5} x {each:8.1f} us  {event.key[:90]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a checkpoint, or perf/shapes/...")
     parser.add_argument("--output", type=Path, help="JSON of all results")
-    parser.add_argument("--profile", type=Path, metavar="TRACE.json", help="one iteration only")
+    parser.add_argument("--profile", action="store_true", help="kernels of the iterations only")
     parser.add_argument("--only", default="", help="parts whose name holds this word")
     parser.add_argument("--max-batch-size", type=int, default=BURST)
     parser.add_argument("--max-tokens-per-iteration", type=int, default=2048)
@@ -262,7 +281,7 @@ def main() -> None:
     for lever in ("cuda-graphs", "fused-ops", "overlap"):
         parser.add_argument(f"--{lever}", action=argparse.BooleanOptionalAction, default=True)
     args = vars(parser.parse_args())
-    output, trace, only = (args.pop(name) for name in ("output", "profile", "only"))
+    output, profiled, only = (args.pop(name) for name in ("output", "profile", "only"))
 
     config = EngineConfig(load_format="dummy", **args)
     started = time.perf_counter()
@@ -273,8 +292,9 @@ def main() -> None:
         "start": engine.describe() | {"seconds": round(time.perf_counter() - started, 1)},
     }
     print(json.dumps(results, indent=1), flush=True)
-    if trace:
-        profile(engine, trace)
+    if profiled:
+        chosen = {name: v for name, v in iteration_parts(engine).items() if only in name}
+        profile(engine, chosen)
         return
     run_requests(engine, [make_request(engine, 64, 64, 4, seed=0) for _ in range(3)])
 

@@ -129,15 +129,20 @@ class HostBatch:
         rows: list[Row],
         state: DeviceState,
         logit_shift: int,
-        num_padding: int = 0,
+        padding: Sequence[int] = (),
         padding_length: int = 0,
     ) -> None:
-        """After the rows come `num_padding` blocks of `padding_length` that commit nothing."""
+        """After the rows come ones that commit nothing, with so many queries as `padding` says.
+
+        Their sequence is the padding slot's one block, of `padding_length`.
+        """
+        num_padding = len(padding)
+        num_tokens = sum(row.num_tokens for row in rows)
 
         def column(values: list[int], padding: int) -> Ints:
             return np.array(values + [padding] * num_padding, dtype=np.int64)
 
-        self.queries = column([row.num_tokens for row in rows], padding_length)
+        self.queries = np.array([row.num_tokens for row in rows] + list(padding), dtype=np.int64)
         self.sequences = column([row.sequence_length for row in rows], padding_length)
         self.query_starts = column([0 if r.prefill else r.block_start for r in rows], 0)
         self.slots = column([row.slot for row in rows], state.padding_slot)
@@ -152,12 +157,17 @@ class HostBatch:
         # A decode of a shifted model lacks the row before its block: the block's first position,
         # which its prefill has committed, takes the block's first row instead.
         predicted_by = np.maximum(positions - self.query_starts[:, None] - logit_shift, 0)
+        logit_rows = np.minimum(packed_starts[:, None] + predicted_by, self.layout.num_tokens - 1)
+        token_positions = np.arange(self.layout.num_tokens) - np.repeat(
+            packed_starts - self.query_starts, self.queries
+        )
+        if num_padding:
+            token_positions[num_tokens:] %= padding_length
         self.integers = np.concatenate(
             [
-                np.arange(self.layout.num_tokens)
-                - np.repeat(packed_starts - self.query_starts, self.queries),
+                token_positions,
                 np.repeat(self.slots, self.queries),
-                (packed_starts[:, None] + predicted_by).ravel(),
+                logit_rows.ravel(),
                 positions.ravel(),
                 self.slots,
                 lengths,

@@ -69,7 +69,7 @@ class Engine:
             "kv tokens": self.pages.num_pages * PAGE_SIZE,
             "kv GB": round(runner.pool.nbytes / 1e9, 2),
             "logits GB": round(runner.logits_bytes / 1e9, 2),
-            "graph sizes": graphs.sizes if graphs else [],
+            "graphs": len(graphs.sizes) if graphs else 0,
             "graph GB": round(graphs.bytes / 1e9, 2) if graphs else 0.0,
             "capture s": round(graphs.capture_seconds, 1) if graphs else 0.0,
         }

@@ -36,7 +36,7 @@ def parse_messages(text: str) -> list[Any]:
     """The messages input, a JSON list."""
     try:
         messages = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid(f"messages is not valid JSON: {error}") from None
     if not isinstance(messages, list):
         raise invalid(f"messages must be a JSON list, not {type(messages).__name__}")

@@ -1,11 +1,11 @@
-"""Decode iterations as CUDA graphs."""
+"""Iterations as CUDA graphs: decodes by number of rows, small prefills by number of tokens."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,29 @@ from sangam_backend.config import EngineConfig
 from sangam_backend.plan import Row
 from sangam_backend.request import Request
 
+# A prefill of more tokens keeps the device busy for longer than the host needs to launch it.
+PREFILL_TOKENS = range(64, 769, 64)
+PREFILL_ROWS = (2, 8)
+
+
+class GraphSize(NamedTuple):
+    tokens: int
+    rows: int
+    prefill: bool
+    """False holds one block a row, and nothing else."""
+
+
 Step = Callable[[StepInputs, PagedAttention], Tensor]
-NewAttention = Callable[[int | None], PagedAttention]
+NewAttention = Callable[[GraphSize | None], PagedAttention]
 
 
-def graph_sizes(max_batch_size: int) -> list[int]:
-    """Rows that graphs are captured for: all up to 8, then every fourth, and the largest."""
+def graph_sizes(max_batch_size: int, block_length: int) -> list[GraphSize]:
+    """Decodes of 1 to 8 rows, then every fourth number and the largest; prefills after them."""
     fine, coarse = range(1, 9), range(12, max_batch_size, 4)
-    return sorted({*(n for n in fine if n <= max_batch_size), *coarse, max_batch_size})
+    counts = sorted({*(n for n in fine if n <= max_batch_size), *coarse, max_batch_size})
+    decodes = [GraphSize(n * block_length, n, False) for n in counts]
+    prefills = [GraphSize(tokens, rows, True) for rows in PREFILL_ROWS for tokens in PREFILL_TOKENS]
+    return decodes + prefills
 
 
 @dataclass(slots=True)
@@ -34,11 +49,11 @@ class _Graph:
     values: Tensor
     inputs: StepInputs
     blocks: Tensor
-    planned_for: list[Request]
+    planned_for: list[tuple[Request, bool]]
     """Attention plans stay good while the rows stay the same."""
 
 
-class DecodeGraphs:
+class StepGraphs:
     """One graph a size, from token ids to committed blocks; all share one memory pool."""
 
     def __init__(
@@ -52,49 +67,59 @@ class DecodeGraphs:
         self.state = state
         self.logit_shift = logit_shift
         self.block_length = config.block_length
-        self.sizes = graph_sizes(config.max_batch_size)
-        self.padding_rows = 0
-        self.replayed_rows = 0
+        self.sizes = graph_sizes(config.max_batch_size, config.block_length)
+        self.padding_tokens = 0
+        self.replayed_tokens = 0
         self._step = step
         self._new_attention = new_attention
         started = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info()
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then fit into its memory.
-        self._graphs = {size: self._capture(size, pool) for size in reversed(self.sizes)}
+        largest_first = sorted(self.sizes, key=lambda size: -size.tokens)
+        self._graphs = {size: self._capture(size, pool) for size in largest_first}
         torch.cuda.synchronize()
         self.capture_seconds = time.perf_counter() - started
         self.bytes = free_before - torch.cuda.mem_get_info()[0]
 
-    def fit(self, rows: list[Row]) -> bool:
-        """Whether a graph can run these rows."""
-        return len(rows) <= self.sizes[-1] and all(
-            not row.prefill and row.block_length == self.block_length for row in rows
-        )
+    def find(self, rows: list[Row]) -> GraphSize | None:
+        """The smallest size that holds the rows, if any does."""
+        if any(row.block_length != self.block_length for row in rows):
+            return None
+        prefill = any(row.prefill for row in rows)
+        tokens = sum(row.num_tokens for row in rows)
+        for size in self.sizes:
+            spare = size.tokens - tokens
+            if size.prefill == prefill and spare >= 0 and len(rows) + (spare > 0) <= size.rows:
+                return size
+        return None
 
-    def replay(self, rows: list[Row]) -> Tensor:
-        """Launches the graph of the next size. Its output stays valid until the next replay."""
-        size = next(size for size in self.sizes if size >= len(rows))
+    def replay(self, rows: list[Row], size: GraphSize) -> Tensor:
+        """Launches a graph that holds the rows. Its output is valid until it is launched again."""
         graph = self._graphs[size]
         batch = self._batch(rows, size)
         integers, values = batch.to_device(self.state.tokens.device)
         graph.integers.copy_(integers)
         graph.values.copy_(values)
-        requests = [row.request for row in rows]
-        if requests != graph.planned_for:
+        planned_for = [(row.request, row.prefill) for row in rows]
+        if planned_for != graph.planned_for:
             graph.attention.plan(batch, graph.inputs)
-            graph.planned_for = requests
+            graph.planned_for = planned_for
         graph.graph.replay()
-        self.padding_rows += size - len(rows)
-        self.replayed_rows += size
+        self.padding_tokens += size.tokens - sum(row.num_tokens for row in rows)
+        self.replayed_tokens += size.tokens
         return graph.blocks[: len(rows)]
 
-    def _batch(self, rows: list[Row], size: int) -> HostBatch:
-        padding = size - len(rows)
+    def _batch(self, rows: list[Row], size: GraphSize) -> HostBatch:
+        missing = size.rows - len(rows)
+        spare = size.tokens - sum(row.num_tokens for row in rows)
+        padding = [self.block_length] * missing
+        if size.prefill and missing:
+            padding = [spare] + [0] * (missing - 1)
         return HostBatch(rows, self.state, self.logit_shift, padding, self.block_length)
 
     @torch.inference_mode()
-    def _capture(self, size: int, pool: Any) -> _Graph:
+    def _capture(self, size: GraphSize, pool: Any) -> _Graph:
         batch = self._batch([], size)
         integers, values = batch.to_device(self.state.tokens.device)
         inputs = StepInputs.view(integers, values, batch.layout)

@@ -46,7 +46,7 @@ def parse_json(text: str) -> dict[str, Any]:
     """
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid(f"sampling_parameters is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise invalid(f"sampling_parameters must be a JSON object, not {type(values).__name__}")

@@ -11,7 +11,7 @@ from sangam_backend import unmasking
 from sangam_backend.attention import PagedAttention, SdpaAttention, new_pool
 from sangam_backend.buffers import DeviceState, HostBatch, StepInputs
 from sangam_backend.config import EngineConfig
-from sangam_backend.graphs import DecodeGraphs
+from sangam_backend.graphs import GraphSize, StepGraphs
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.pages import PAGE_SIZE
 from sangam_backend.plan import StepPlan
@@ -58,9 +58,10 @@ class Runner:
                 model.ops = ops.fused()
         else:
             self._propose, self._commit_blocks = unmasking.propose, unmasking.commit_blocks
-        self.graphs: DecodeGraphs | None = None
-        if self.device.type == "cuda" and config.cuda_graphs:
-            self.graphs = DecodeGraphs(
+        self.graphs: StepGraphs | None = None
+        # SDPA's loop over sequences has other lengths in every batch, so no graph can hold it.
+        if self.workspace is not None and config.cuda_graphs:
+            self.graphs = StepGraphs(
                 self.state, model.config.logit_shift, config, self._step, self._new_attention
             )
 
@@ -72,18 +73,19 @@ class Runner:
 
     @property
     def padding_share(self) -> float:
-        """Share of the rows replayed in CUDA graphs that were padding."""
-        if self.graphs is None or not self.graphs.replayed_rows:
+        """Share of the tokens replayed in CUDA graphs that were padding."""
+        if self.graphs is None or not self.graphs.replayed_tokens:
             return 0.0
-        return round(self.graphs.padding_rows / self.graphs.replayed_rows, 4)
+        return round(self.graphs.padding_tokens / self.graphs.replayed_tokens, 4)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launch:
         """Starts an iteration; on a CPU it is over when this returns."""
         for request in plan.admitted:
             self.state.admit(request)
-        if self.graphs is not None and self.graphs.fit(plan.rows):
-            blocks = self.graphs.replay(plan.rows)
+        size = self.graphs.find(plan.rows) if self.graphs else None
+        if self.graphs and size:
+            blocks = self.graphs.replay(plan.rows, size)
         else:
             batch = HostBatch(plan.rows, self.state, self.model.config.logit_shift)
             inputs = StepInputs.view(*batch.to_device(self.device), batch.layout)
@@ -125,12 +127,19 @@ class Runner:
             config.mask_token_id,
         )
 
-    def _new_attention(self, graph_rows: int | None) -> PagedAttention:
+    def _new_attention(self, size: GraphSize | None) -> PagedAttention:
         if self.workspace is None:
             return SdpaAttention(self.model, self.pool, self.state)
         from sangam_backend.flashinfer_attention import FlashInferAttention
 
-        return FlashInferAttention(self.model, self.pool, self.state, self.workspace, graph_rows)
+        return FlashInferAttention(
+            self.model,
+            self.pool,
+            self.state,
+            self.workspace,
+            size,
+            self.config.block_length,
+        )
 
 
 def new_workspace(config: EngineConfig, device: torch.device) -> Tensor | None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from sangam_backend.config import ConfigError
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt")
 
@@ -49,11 +51,11 @@ class Tokenizer:
         loader, required, turn_end = _FORMATS[family]
         missing = [name for name in required if not (directory / name).exists()]
         if missing:
-            raise ValueError(f"tokenizer in {directory}: no {' and no '.join(missing)}")
+            raise ConfigError(f"tokenizer in {directory}: no {' and no '.join(missing)}")
         try:
             return cls(loader.from_pretrained(directory, local_files_only=True), turn_end)
         except Exception as error:  # the core raises bare Exception for a malformed file
-            raise ValueError(f"tokenizer in {directory} cannot be loaded: {error}") from error
+            raise ConfigError(f"tokenizer in {directory} cannot be loaded: {error}") from error
 
     def _stop_ids(self, turn_end: str) -> frozenset[int]:
         candidates = (self._chat.eos_token_id, self._core.token_to_id(turn_end))

@@ -133,7 +133,7 @@ def commit_blocks(
         block,
         mask_token_id,
         width=width,
-        num_warps=4 if width <= 32 else 8,
+        num_warps=max(4, width // 8),
     )
     return blocks
 

@@ -11,6 +11,7 @@ import torch
 from sangam_backend.attention import PagedAttention, SdpaAttention, new_pool
 from sangam_backend.buffers import DeviceState, HostBatch, StepInputs
 from sangam_backend.config import ModelConfig
+from sangam_backend.graphs import GraphSize
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.models.weights import allocate
 from sangam_backend.plan import Row
@@ -73,24 +74,25 @@ def test_equals_sdpa(heads: int, kv_heads: int, head_dim: int, in_graph: bool) -
     from sangam_backend.flashinfer_attention import WORKSPACE_BYTES, FlashInferAttention
 
     rng = random.Random(heads)
-    num_pages = 600
+    num_pages = 2000
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=CUDA)
     exact_model = model_of(heads, kv_heads, head_dim, torch.float32)
     model = model_of(heads, kv_heads, head_dim, torch.bfloat16)
     pool = new_pool(exact_model, num_pages).normal_()
-    for count in (1, 3, 8):
+    for count in (1, 3, 8, 32):
         state = DeviceState(count, 2048, [0, 1], CUDA)
         rows = random_rows(rng, count, state, num_pages)
         if in_graph:
             rows = [row._replace(prefill=False) for row in rows]
         batch = HostBatch(rows, state, logit_shift=0)
+        size = GraphSize(32 * count, count, prefill=False)
         width = (heads + 2 * kv_heads) * head_dim
         qkv = torch.randn(batch.layout.num_tokens, width, device=CUDA).bfloat16()
         half_pool = pool.bfloat16()
         exact = SdpaAttention(exact_model, half_pool.float(), state)
         expected = attend_all(exact, batch, qkv.float())
         fast = FlashInferAttention(
-            model, half_pool, state, workspace, graph_rows=count if in_graph else None
+            model, half_pool, state, workspace, size if in_graph else None, block_length=32
         )
         out = attend_all(fast, batch, qkv.clone())
         assert float((out.float() - expected).abs().max()) < TOLERANCE

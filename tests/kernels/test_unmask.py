@@ -75,6 +75,27 @@ def test_propose(family: Family, dtype: torch.dtype, stops: tuple[int, ...]) -> 
     assert torch.allclose(confidences.double(), expected.double(), atol=2e-6, rtol=2e-5)
 
 
+def test_each_position_takes_the_parameters_of_its_row() -> None:
+    rows, block, vocab = 3, 5, 1100
+    generator = torch.Generator().manual_seed(0)
+    plain = sampling_rows(rows, generator)
+    sampling = plain._replace(
+        temperature=torch.tensor([0.0, 1.0, 0.3], device=DEVICE),
+        top_p=torch.ones(rows, device=DEVICE),
+        top_k=torch.zeros_like(plain.top_k),
+        confidence=torch.tensor([0, 3, 0], device=DEVICE),
+    )
+    logits = torch.randn(rows, block, vocab, generator=generator).to(DEVICE)
+    positions = torch.randint(0, 50, (rows, block), generator=generator).to(DEVICE)
+    forward = torch.arange(rows, device=DEVICE)
+    stops = torch.tensor(STOPS, device=DEVICE)
+    arguments = (positions, forward, sampling, "llada", MASK, stops)
+    tokens, confidences = unmask.propose(logits, *arguments)  # type: ignore[arg-type]
+    expected_tokens, expected = unmasking.propose(logits.clone(), *arguments)  # type: ignore[arg-type]
+    assert torch.equal(tokens, expected_tokens)
+    assert torch.allclose(confidences.double(), expected.double(), atol=2e-6, rtol=2e-5)
+
+
 def test_ties_go_to_the_first_token() -> None:
     logits = torch.zeros(1, 2, 1500, device=DEVICE)
     logits[0, 1, [700, 1300]] = 1.0
@@ -126,3 +147,16 @@ def test_commit_blocks(block: int) -> None:
     )
     assert torch.equal(blocks.cpu(), expected)
     assert torch.equal(table.cpu(), expected_table)
+
+
+def test_a_row_of_length_0_writes_nothing() -> None:
+    table = torch.full((1, 8), MASK, device=DEVICE)
+    before = table.clone()
+    zeros = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    cells = torch.arange(4, device=DEVICE)[None]
+    commit = CommitRows(zeros + int(Count.QUOTA), zeros.float() + 4, zeros)
+    sampling = sampling_rows(1, torch.Generator())
+    unmask.commit_blocks(
+        table, zeros, cells, zeros, cells + 100, cells.float(), commit, sampling, MASK
+    )
+    assert torch.equal(table, before)

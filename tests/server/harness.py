@@ -1,0 +1,264 @@
+"""Starts `sangam serve` and talks to it as a Triton client does."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tritonclient import grpc as tritongrpc
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "checkpoints" / "tiny-llada"
+SANGAM = [sys.executable, "-m", "sangam_backend.cli"]
+SHARED_MEMORY = Path("/dev/shm")
+START_SECONDS = 120
+ANSWER_SECONDS = 60
+
+DATATYPES = {
+    "input_ids": ("INT32", np.int32),
+    "max_tokens": ("INT32", np.int32),
+    "min_length": ("INT32", np.int32),
+    "stream": ("BOOL", np.bool_),
+    "exclude_input_in_output": ("BOOL", np.bool_),
+    "return_finish_reason": ("BOOL", np.bool_),
+    "return_num_input_tokens": ("BOOL", np.bool_),
+    "return_num_output_tokens": ("BOOL", np.bool_),
+}
+EVERYTHING = {
+    "return_finish_reason": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+}
+
+
+@dataclass
+class Answer:
+    """All responses to one request, in order."""
+
+    pieces: list[dict[str, Any]] = field(default_factory=list)
+    finals: int = 0
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece["text_output"] for piece in self.pieces)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece["output_ids"]]
+
+    @property
+    def finish_reason(self) -> str:
+        return str(self.pieces[-1]["finish_reason"])
+
+
+class Stream:
+    """A tritonclient with one gRPC stream, on which requests follow one another."""
+
+    def __init__(self, url: str) -> None:
+        self._client = tritongrpc.InferenceServerClient(url)
+        self._responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._client.start_stream(lambda result, error: self._responses.put((result, error)))
+
+    def send(self, inputs: Mapping[str, Any], parameters: Mapping[str, Any] | None = None) -> None:
+        self._client.async_stream_infer(
+            "sangam",
+            [tensor(name, value) for name, value in inputs.items()],
+            parameters=dict(parameters or {}),
+            enable_empty_final_response=True,
+        )
+
+    def receive(self) -> Answer:
+        """The whole answer to a request sent."""
+        answer = Answer()
+        while not (answer.finals or answer.error):
+            self.receive_into(answer)
+        return answer
+
+    def receive_into(self, answer: Answer) -> None:
+        result, error = self._responses.get(timeout=ANSWER_SECONDS)
+        if error is not None:
+            answer.error = error.message()
+            return
+        if piece := read_outputs(result):
+            answer.pieces.append(piece)
+        response = result.get_response()
+        answer.finals += response.parameters["triton_final_response"].bool_param
+
+    def close(self, cancel: bool = False) -> None:
+        self._client.stop_stream(cancel_requests=cancel)
+        self._client.close()
+
+
+def tensor(name: str, value: Any) -> Any:
+    """An input under the type it has in config.pbtxt; an InferInput goes as it is."""
+    if isinstance(value, tritongrpc.InferInput):
+        return value
+    datatype, dtype = DATATYPES.get(name, ("BYTES", np.object_))
+    if datatype == "BYTES" and not isinstance(value, str | bytes):
+        value = json.dumps(value)
+    data = value.encode() if isinstance(value, str) else value
+    return raw_tensor(name, datatype, np.array(data, dtype=dtype).reshape(-1))
+
+
+def raw_tensor(name: str, datatype: str, array: Any) -> Any:
+    made = tritongrpc.InferInput(name, list(array.shape), datatype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def read_outputs(result: Any) -> dict[str, Any]:
+    outputs: dict[str, Any] = {}
+    for output in result.get_response().outputs:
+        values = result.as_numpy(output.name).reshape(-1).tolist()
+        if output.datatype == "BYTES":
+            outputs[output.name] = b"".join(values).decode()
+        elif output.name == "output_ids":
+            outputs[output.name] = values
+        else:
+            (outputs[output.name],) = values
+    return outputs
+
+
+@dataclass
+class Serving:
+    """A running `sangam serve`."""
+
+    process: subprocess.Popen[bytes]
+    ports: Sequence[int]
+    log: Path
+
+    @property
+    def grpc_url(self) -> str:
+        return f"127.0.0.1:{self.ports[1]}"
+
+    def ask(self, inputs: Mapping[str, Any], parameters: Mapping[str, Any] | None = None) -> Answer:
+        """Sends one request on a stream of its own."""
+        stream = Stream(self.grpc_url)
+        try:
+            stream.send(inputs, parameters)
+            return stream.receive()
+        finally:
+            stream.close()
+
+    def http(self, path: str, body: Any = None, port: int = 0) -> tuple[int, str]:
+        """GET, or POST of a JSON body (or of bytes as they are)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports[port], ANSWER_SECONDS)
+        data = body if isinstance(body, bytes | None) else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, data)
+        with contextlib.closing(connection), connection.getresponse() as response:
+            return response.status, response.read().decode()
+
+    def generate(self, body: Any) -> tuple[int, str]:
+        return self.http("/v2/models/sangam/generate", body)
+
+    def gauges(self) -> dict[str, float]:
+        """The gauges of the project, summed over the instances."""
+        _, text = self.http("/metrics", port=2)
+        sums: dict[str, float] = {}
+        for name, value in re.findall(r"^(sangam_\w+)\{.*\} (\S+)$", text, re.MULTILINE):
+            sums[name] = sums.get(name, 0) + float(value)
+        return sums
+
+    def is_idle(self) -> bool:
+        gauges = self.gauges()
+        names = [name for name in gauges if name.startswith("sangam_requests_")]
+        return not any(gauges[name] for name in [*names, "sangam_kv_pages_used"])
+
+    def tree(self) -> tuple[int, list[int]]:
+        """The processes under the command: tritonserver, and its stubs."""
+        (triton,) = children(self.process.pid)
+        return triton, children(triton)
+
+    def regions(self) -> list[Path]:
+        return list(SHARED_MEMORY.glob(f"sangam_{self.process.pid}_*"))
+
+
+@contextlib.contextmanager
+def serving(log: Path, *options: str, model: Path = TINY) -> Iterator[Serving]:
+    """Starts the command, waits until it is ready, and ends it, if need be by SIGKILL."""
+    with launched(log, *options, model=model) as server:
+        wait_for(lambda: "Sangam is ready" in log.read_text(), START_SECONDS, server.process)
+        yield server
+
+
+@contextlib.contextmanager
+def launched(log: Path, *options: str, model: Path = TINY) -> Iterator[Serving]:
+    ports = free_ports(3)
+    named = zip(("--http-port", "--grpc-port", "--metrics-port"), map(str, ports))
+    command = [*SANGAM, "serve", "--model", str(model), *options]
+    command += [word for pair in named for word in pair]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    server = Serving(process, ports, log)
+    try:
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            for pid in [*children(process.pid), process.pid]:
+                os.kill(pid, signal.SIGKILL)
+            raise
+
+
+def run_sangam(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SANGAM, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=ANSWER_SECONDS,
+    )
+
+
+def children(pid: int) -> list[int]:
+    """Processes started by one; [] when it has ended."""
+    try:
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except FileNotFoundError:
+        return []
+    return [int(child) for text in lists for child in text.split()]
+
+
+def is_running(pid: int) -> bool:
+    """False for a zombie too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(free.getsockname()[1]) for free in sockets]
+    for free in sockets:
+        free.close()
+    return ports
+
+
+def wait_for(
+    condition: Callable[[], bool], seconds: float, process: subprocess.Popen[bytes] | None = None
+) -> float:
+    """Seconds it took until the condition held; fails when a process needed for it ends."""
+    start = time.monotonic()
+    while not condition():
+        assert process is None or process.poll() is None, f"ended with {process.returncode}"
+        assert time.monotonic() - start < seconds, f"not so within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - start
