@@ -307,8 +307,8 @@ Sangam is ready (model {MODEL_NAME}).
 
 Try it:
   sangam-client --url {host}:{endpoints.grpc_port} --chat --stream "Add 4363 and 75."
-  curl -N http://{host}:{endpoints.http_port}/v2/models/{MODEL_NAME}/generate_stream \\
-    -d '{{"text_input": "Hello", "stream": true, "max_tokens": 64}}'
+  curl -N http://{host}:{endpoints.http_port}/v2/models/{MODEL_NAME}/generate_stream -d \\
+    '{{"text_input": "Hello", "stream": true, "max_tokens": 64}}'
 """
 
 

@@ -64,7 +64,7 @@ class Instance:
         )
         self._engine_thread = _start(self._run_engine)
         self._response_thread = _start(self._respond)
-        _start(self._poll)
+        self._poll_thread = _start(self._poll)
 
     def accept(self, triton_request: Any) -> None:
         """Checks a request and hands it to the engine, or refuses it."""
@@ -91,6 +91,8 @@ class Instance:
         self._answer_all(RequestError(ErrorCode.UNAVAILABLE, "the server is shutting down"))
         self._emissions.put(None)
         self._response_thread.join()
+        # A response sender that a thread still holds when the process ends crashes the stub.
+        self._poll_thread.join()
 
     def _wait_for_room(self, reply: Reply) -> None:
         while True:
