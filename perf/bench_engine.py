@@ -222,7 +222,7 @@ def bench_requests(engine: Engine, count: int, quota: int) -> dict[str, Any]:
     }
 
 
-def bench_gaps(config: EngineConfig, engine: Engine) -> dict[str, Any]:
+def bench_gaps(engine: Engine) -> dict[str, Any]:
     """Idle time of the device between the iterations of one request."""
     gaps = Gaps()
     gaps.watch(engine)
@@ -302,7 +302,7 @@ def main() -> None:
         name: lambda shape=shape: bench_iteration(engine, *shape)  # type: ignore[misc]
         for name, shape in iteration_parts(engine).items()
     }
-    parts["gaps"] = lambda: bench_gaps(config, engine)
+    parts["gaps"] = lambda: bench_gaps(engine)
     for quota in (4, 2, 1):
         parts[f"one request, quota {quota}"] = lambda q=quota: bench_requests(engine, 1, q)  # type: ignore[misc]
     for quota in (4, 2, 1):

@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from sangam_backend.frontend import Prompt, parse_messages
 from sangam_backend.parameters import invalid, parse_json
-from sangam_backend.request import ErrorCode, Output, Request, RequestError
+from sangam_backend.request import Output, Request, RequestError
 
 # Request parameters that Triton, its clients and its HTTP endpoint add for themselves.
 TRANSPORT_PARAMETERS = frozenset(
@@ -81,15 +81,10 @@ def build_response(request: Request, options: Options, output: Output) -> Any:
 
 
 def build_error(error: RequestError) -> Any:
-    codes = {
-        ErrorCode.INVALID_ARG: pb_utils.TritonError.INVALID_ARG,
-        ErrorCode.UNAVAILABLE: pb_utils.TritonError.UNAVAILABLE,
-        ErrorCode.CANCELLED: pb_utils.TritonError.CANCELLED,
-        ErrorCode.INTERNAL: pb_utils.TritonError.INTERNAL,
-    }
     # Clients of the gRPC stream see the message alone, so it begins with the code.
     message = f"[{error.code.value}] {error}"
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, codes[error.code]))
+    code = getattr(pb_utils.TritonError, error.code.value)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
 def _sampling(request: Any) -> dict[str, Any]:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sangam_client import AsyncClient, Client, SangamError
+from server.harness import free_ports, wait_for
+
+from sangam_backend.launcher import Endpoints, find_triton
+from sangam_backend.launcher import Server as TritonServer
 
 WORDS = "the quick  brown fox\njumps über"
 SLOW = " ".join(str(number) for number in range(200))
@@ -45,70 +45,14 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("triton")
     shutil.copytree(Path(__file__).parent / "echo_model", root / "models" / "sangam")
-    ports = free_ports(3)
-    with triton(root, ports):
-        server = Server(f"localhost:{ports[0]}", root / "models")
+    http_port, grpc_port, metrics_port = free_ports(3)
+    endpoints = Endpoints("127.0.0.1", http_port, grpc_port, metrics_port)
+    with TritonServer(find_triton(root), root / "models", endpoints, grace=5) as triton:
+        server = Server(f"localhost:{grpc_port}", root / "models")
         with Client(server.url) as client:
             wait_for(client.is_ready, 60)
         yield server
-
-
-@contextmanager
-def triton(root: Path, ports: list[int]) -> Iterator[None]:
-    spec = importlib.util.find_spec("pytriton")
-    assert spec is not None
-    assert spec.origin is not None
-    package = Path(spec.origin).parent / "tritonserver"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = package / "python_backend_stubs" / version / "triton_python_backend_stub"
-    shutil.copytree(package / "backends" / "python", root / "backends" / "python")
-    shutil.copy(stub, root / "backends" / "python")
-    libraries = f"{package.parents[1]}/nvidia_pytriton.libs:{sysconfig.get_config_var('LIBDIR')}"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = [
-        str(package / "bin" / "tritonserver"),
-        f"--model-repository={root}/models",
-        f"--backend-directory={root}/backends",
-        "--model-control-mode=none",
-        "--exit-timeout-secs=5",
-        f"--grpc-port={ports[0]}",
-        f"--http-port={ports[1]}",
-        f"--metrics-port={ports[2]}",
-    ]
-    environment = os.environ | {"PATH": path, "LD_LIBRARY_PATH": libraries}
-    with (root / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        yield
-        assert process.poll() is None, "the server died: " + (root / "log").read_text()
-    finally:
-        stop(process)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(15)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    ports = [int(free.getsockname()[1]) for free in sockets]
-    for free in sockets:
-        free.close()
-    return ports
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
-        time.sleep(0.02)
+        assert triton.process.poll() is None, "the server died"
 
 
 @pytest.fixture
