@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import random
+import re
 import statistics
 import subprocess
 import time
@@ -174,10 +175,10 @@ def time_iteration(engine: Engine, rows: list[Row], repeats: int) -> float:
         time.sleep(REST_SECONDS)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(repeats):
-            engine.runner.launch(plan)
+        launches = [engine.runner.launch(plan) for _ in range(repeats)]
         end.record()
         end.synchronize()
+        launches[-1].wait()
         rounds.append(begin.elapsed_time(end) / repeats)
     return float(statistics.median(rounds))
 
@@ -255,8 +256,8 @@ def profile(engine: Engine, parts: dict[str, tuple[int, int, int]], top: int = 1
         with admitted(engine, *shape) as rows:
             time_iteration(engine, rows, repeats=2)
             with torch.profiler.profile() as recorded:
-                for _ in range(PROFILED):
-                    engine.runner.launch(StepPlan(rows, []))
+                launches = [engine.runner.launch(StepPlan(rows, [])) for _ in range(PROFILED)]
+                launches[-1].wait()
                 torch.cuda.synchronize()
         kernels = [e for e in recorded.key_averages() if e.self_device_time_total > 0]
         kernels.sort(key=lambda event: -event.self_device_time_total)
@@ -273,12 +274,12 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a checkpoint, or perf/shapes/...")
     parser.add_argument("--output", type=Path, help="JSON of all results")
     parser.add_argument("--profile", action="store_true", help="kernels of the iterations only")
-    parser.add_argument("--only", default="", help="parts whose name holds this word")
+    parser.add_argument("--only", default="", help="parts whose name this regular expression finds")
     parser.add_argument("--max-batch-size", type=int, default=BURST)
     parser.add_argument("--max-tokens-per-iteration", type=int, default=2048)
     parser.add_argument("--kv-cache-tokens", type=int, default=100_000)
     parser.add_argument("--attention", choices=["auto", "sdpa"], default="auto")
-    for lever in ("cuda-graphs", "fused-ops", "overlap"):
+    for lever in ("cuda-graphs", "fused-ops", "overlap", "tuned-products"):
         parser.add_argument(f"--{lever}", action=argparse.BooleanOptionalAction, default=True)
     args = vars(parser.parse_args())
     output, profiled, only = (args.pop(name) for name in ("output", "profile", "only"))
@@ -293,7 +294,7 @@ def main() -> None:
     }
     print(json.dumps(results, indent=1), flush=True)
     if profiled:
-        chosen = {name: v for name, v in iteration_parts(engine).items() if only in name}
+        chosen = {name: v for name, v in iteration_parts(engine).items() if re.search(only, name)}
         profile(engine, chosen)
         return
     run_requests(engine, [make_request(engine, 64, 64, 4, seed=0) for _ in range(3)])
@@ -308,7 +309,7 @@ def main() -> None:
     for quota in (4, 2, 1):
         parts[f"burst of {BURST}, quota {quota}"] = lambda q=quota: bench_requests(engine, BURST, q)  # type: ignore[misc]
     table = {}
-    for name in tqdm([name for name in parts if only in name], unit="part"):
+    for name in tqdm([name for name in parts if re.search(only, name)], unit="part"):
         table[name] = parts[name]()
         tqdm.write(f"{name:26} " + "  ".join(f"{k} {v}" for k, v in table[name].items()))
     results["parts"] = table

@@ -86,7 +86,7 @@ class Layout(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         blocks = self.num_rows * self.block_length
-        return [self.num_tokens, self.num_tokens, blocks, blocks] + [self.num_rows] * 4
+        return [self.num_tokens, self.num_tokens, blocks, blocks] + [self.num_rows] * 5
 
 
 class StepInputs(NamedTuple):
@@ -107,9 +107,9 @@ class StepInputs(NamedTuple):
     commit: CommitRows
 
     @classmethod
-    def view(cls, integers: Tensor, values: Tensor, layout: Layout) -> StepInputs:
-        """Reads a flat buffer of integers that holds the fields one after the other."""
-        parts = integers.split(layout.sizes)
+    def view(cls, packed: Tensor, layout: Layout) -> StepInputs:
+        """Reads a flat buffer of int64 that holds the fields one after the other."""
+        parts = packed.split(layout.sizes)
         return cls(
             positions=parts[0],
             token_slots=parts[1],
@@ -117,7 +117,7 @@ class StepInputs(NamedTuple):
             block_positions=parts[3].view(layout.num_rows, layout.block_length),
             slots=parts[4],
             block_lengths=parts[5],
-            commit=CommitRows(rule=parts[6], value=values, forward=parts[7]),
+            commit=CommitRows(rule=parts[6], value=parts[8].view(torch.float64), forward=parts[7]),
         )
 
 
@@ -163,7 +163,8 @@ class HostBatch:
         )
         if num_padding:
             token_positions[num_tokens:] %= padding_length
-        self.integers = np.concatenate(
+        values = [row.commit.value for row in rows] + [0.0] * num_padding
+        self.packed = np.concatenate(
             [
                 token_positions,
                 np.repeat(self.slots, self.queries),
@@ -173,16 +174,11 @@ class HostBatch:
                 lengths,
                 column([row.commit.rule for row in rows], Count.QUOTA),
                 column([row.forward for row in rows], 0),
+                np.array(values, dtype=np.float64).view(np.int64),
             ]
         )
-        self.values = np.array([row.commit.value for row in rows] + [0.0] * num_padding)
         pages = [np.array(row.request.pages, dtype=np.int32) for row in rows]
         self.pages = pages + [state.padding_pages] * num_padding
-
-    def to_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The integers and the rules' values, on their way to the device."""
-        values = self.values if device.type == "cpu" else self.values.astype(np.float32)
-        return to_device(self.integers, device), to_device(values, device)
 
     def used_pages(self) -> list[NDArray[np.int32]]:
         """Of each row the pages that hold its sequence."""

@@ -89,7 +89,10 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay decode iterations as CUDA graphs."""
     fused_ops: bool = True
-    """Norms and activations as single kernels on CUDA."""
+    """Norms, activations and rotations as single kernels on CUDA."""
+    tuned_products: bool = True
+    """Measure at the start which implementation is the fastest for each matrix product in a CUDA
+    graph. Near ties may then be broken in another way after a restart."""
     overlap: bool = True
     """Launch an iteration while the one before runs, where its outcome is known beforehand."""
     backlog: int = 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sangam_backend.attention import PagedAttention
-from sangam_backend.buffers import DeviceState, HostBatch, StepInputs
+from sangam_backend.buffers import DeviceState, HostBatch, StepInputs, to_device
 from sangam_backend.config import EngineConfig
 from sangam_backend.plan import Row
 from sangam_backend.request import Request
@@ -45,8 +45,7 @@ def graph_sizes(max_batch_size: int, block_length: int) -> list[GraphSize]:
 class _Graph:
     graph: torch.cuda.CUDAGraph
     attention: PagedAttention
-    integers: Tensor
-    values: Tensor
+    packed: Tensor
     inputs: StepInputs
     blocks: Tensor
     planned_for: list[tuple[Request, bool]]
@@ -94,13 +93,19 @@ class StepGraphs:
                 return size
         return None
 
-    def replay(self, rows: list[Row], size: GraphSize) -> Tensor:
-        """Launches a graph that holds the rows. Its output is valid until it is launched again."""
+    def replay(self, rows: list[Row], size: GraphSize) -> tuple[Tensor, Tensor]:
+        """Launches a graph that holds the rows.
+
+        Returns:
+            Its output, valid until it is launched again; and pinned memory, to be kept until the
+            graph has run.
+        """
+        from sangam_backend.kernels.transfer import transfer
+
         graph = self._graphs[size]
         batch = self._batch(rows, size)
-        integers, values = batch.to_device(self.state.tokens.device)
-        graph.integers.copy_(integers)
-        graph.values.copy_(values)
+        packed = torch.from_numpy(batch.packed).pin_memory()
+        transfer(packed, graph.packed)
         planned_for = [(row.request, row.prefill) for row in rows]
         if planned_for != graph.planned_for:
             graph.attention.plan(batch, graph.inputs)
@@ -108,7 +113,7 @@ class StepGraphs:
         graph.graph.replay()
         self.padding_tokens += size.tokens - sum(row.num_tokens for row in rows)
         self.replayed_tokens += size.tokens
-        return graph.blocks[: len(rows)]
+        return graph.blocks[: len(rows)], packed
 
     def _batch(self, rows: list[Row], size: GraphSize) -> HostBatch:
         missing = size.rows - len(rows)
@@ -121,8 +126,8 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, size: GraphSize, pool: Any) -> _Graph:
         batch = self._batch([], size)
-        integers, values = batch.to_device(self.state.tokens.device)
-        inputs = StepInputs.view(integers, values, batch.layout)
+        packed = to_device(batch.packed, self.state.tokens.device)
+        inputs = StepInputs.view(packed, batch.layout)
         attention = self._new_attention(size)
         attention.plan(batch, inputs)
         stream = torch.cuda.Stream()
@@ -133,4 +138,4 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             blocks = self._step(inputs, attention)
-        return _Graph(graph, attention, integers, values, inputs, blocks, [])
+        return _Graph(graph, attention, packed, inputs, blocks, [])

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from sangam_backend import unmasking
 from sangam_backend.attention import PagedAttention, SdpaAttention, new_pool
-from sangam_backend.buffers import DeviceState, HostBatch, StepInputs
+from sangam_backend.buffers import DeviceState, HostBatch, StepInputs, to_device
 from sangam_backend.config import EngineConfig
-from sangam_backend.graphs import GraphSize, StepGraphs
+from sangam_backend.graphs import GraphSize, StepGraphs, graph_sizes
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.pages import PAGE_SIZE
 from sangam_backend.plan import StepPlan
+
+# The weights of so many are more than a GPU's cache holds.
+TUNED_LAYERS = 4
 
 
 class Launch(NamedTuple):
@@ -24,6 +27,8 @@ class Launch(NamedTuple):
     blocks: Tensor
     """[rows, longest block] on the host, once `done`."""
     done: torch.cuda.Event | None
+    inputs: Tensor | None = None
+    """Pinned memory that the device reads until `done`."""
 
     def wait(self) -> list[list[int]]:
         """For each row its block's tokens, with the mask id where nothing is committed yet."""
@@ -51,16 +56,19 @@ class Runner:
         self.workspace = new_workspace(config, self.device)
         self.attention = self._new_attention(None)
         if self.device.type == "cuda":
-            from sangam_backend.kernels import ops, unmask
+            from sangam_backend.kernels import ops, transfer, unmask
 
             self._propose, self._commit_blocks = unmask.propose, unmask.commit_blocks
+            self._transfer = transfer.transfer
             if config.fused_ops:
-                model.ops = ops.fused()
+                model.ops, self._products = ops.fused()
         else:
             self._propose, self._commit_blocks = unmasking.propose, unmasking.commit_blocks
         self.graphs: StepGraphs | None = None
         # SDPA's loop over sequences has other lengths in every batch, so no graph can hold it.
         if self.workspace is not None and config.cuda_graphs:
+            if config.fused_ops and config.tuned_products:
+                self._tune_products()
             self.graphs = StepGraphs(
                 self.state, model.config.logit_shift, config, self._step, self._new_attention
             )
@@ -84,20 +92,21 @@ class Runner:
         for request in plan.admitted:
             self.state.admit(request)
         size = self.graphs.find(plan.rows) if self.graphs else None
+        inputs_on_host = None
         if self.graphs and size:
-            blocks = self.graphs.replay(plan.rows, size)
+            blocks, inputs_on_host = self.graphs.replay(plan.rows, size)
         else:
             batch = HostBatch(plan.rows, self.state, self.model.config.logit_shift)
-            inputs = StepInputs.view(*batch.to_device(self.device), batch.layout)
+            inputs = StepInputs.view(to_device(batch.packed, self.device), batch.layout)
             self.attention.plan(batch, inputs)
             blocks = self._step(inputs, self.attention)
         if self.device.type == "cpu":
             return Launch(plan, blocks, None)
         on_host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
-        on_host.copy_(blocks, non_blocking=True)
+        self._transfer(blocks, on_host)
         done = torch.cuda.Event()
         done.record()
-        return Launch(plan, on_host, done)
+        return Launch(plan, on_host, done, inputs_on_host)
 
     def _step(self, inputs: StepInputs, attention: PagedAttention) -> Tensor:
         """Forward, unmask and commit; the blocks' tokens [rows, longest block] after it."""
@@ -125,6 +134,22 @@ class Runner:
             inputs.commit,
             sampling,
             config.mask_token_id,
+        )
+
+    def _tune_products(self) -> None:
+        """For the numbers of rows that graphs have."""
+        model = self.model
+        layers = model.layers[:TUNED_LAYERS]
+        sizes = graph_sizes(self.config.max_batch_size, self.config.block_length)
+        self._products.tune(
+            linears=[
+                [(layer.qkv, layer.qkv_bias) for layer in layers],
+                [(layer.output, None) for layer in layers],
+                [(layer.down, None) for layer in layers],
+                [(model.head, None)],
+            ],
+            gate_up=[(layer.gate_up, None) for layer in layers],
+            row_counts=sorted({size.tokens for size in sizes}),
         )
 
     def _new_attention(self, size: GraphSize | None) -> PagedAttention:

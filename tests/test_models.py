@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sangam_backend.config import ConfigError, EngineConfig
+from sangam_backend.kernels.ops import CPU_MIN_ROWS, linear
 from sangam_backend.models import check_checkpoint, find_checkpoint, load_model, read_config
-from sangam_backend.models.transformer import CPU_MIN_ROWS, linear
 from sangam_backend.reference import Predictor
 
 CPU = torch.device("cpu")

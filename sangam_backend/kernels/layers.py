@@ -1,12 +1,18 @@
-"""Fused elementwise parts of a layer. They round where torch rounds.
+"""Fused parts of a layer. They round where torch rounds.
 
 Tensors must be contiguous. To keep every rounding, arithmetic is in float32 with explicit casts,
 and the compiler may not fuse a product and a sum.
+
+On GPUs that can, a kernel is launched while the one before it still runs and waits inside
+(programmatic dependent launch), which hides the time that a launch takes.
 """
 
 # mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +31,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     block = triton.next_power_of_2(d)
     _rms_norm[(n,)](
-        x, weight, out, eps, d, block, num_warps=_row_warps(block), enable_fp_fusion=False
+        x,
+        weight,
+        out,
+        eps,
+        d,
+        block,
+        pdl=_pdl(x.device),
+        num_warps=_row_warps(block),
+        enable_fp_fusion=False,
+        launch_pdl=_pdl(x.device),
     )
     return out
 
@@ -36,7 +51,51 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     out = torch.empty_like(x)
     block = triton.next_power_of_2(d)
     _add_rms_norm[(n,)](
-        x, residual, weight, out, eps, d, block, num_warps=_row_warps(block), enable_fp_fusion=False
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        d,
+        block,
+        pdl=_pdl(x.device),
+        num_warps=_row_warps(block),
+        enable_fp_fusion=False,
+        launch_pdl=_pdl(x.device),
+    )
+    return out
+
+
+class Tile(NamedTuple):
+    """What a program of `gated_linear` computes, and how far it reads ahead."""
+
+    columns: int
+    depth: int
+    stages: int
+
+
+def gated_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """silu(gate) * up of x [n, d], where weight [2 * i, d] makes gate and up; [n, i].
+
+    For few rows: each program takes all of them. The tile must divide the weight.
+    """
+    n, d = x.shape
+    width = weight.shape[0] // 2
+    assert d % tile.depth == 0
+    assert width % tile.columns == 0
+    out = torch.empty((n, width), dtype=x.dtype, device=x.device)
+    _gated_linear[(width // tile.columns,)](
+        x,
+        weight,
+        out,
+        n,
+        width,
+        d,
+        *tile,
+        rows=max(triton.next_power_of_2(n), 16),
+        pdl=_pdl(x.device),
+        num_warps=4,
+        launch_pdl=_pdl(x.device),
     )
     return out
 
@@ -47,7 +106,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     width = doubled // 2
     out = torch.empty((n, width), dtype=gate_up.dtype, device=gate_up.device)
     chunks = -(-width // SILU_BLOCK)
-    _silu_mul[(n * chunks,)](gate_up, out, width, SILU_BLOCK, chunks, num_warps=4)
+    _silu_mul[(n * chunks,)](
+        gate_up,
+        out,
+        width,
+        SILU_BLOCK,
+        chunks,
+        pdl=_pdl(gate_up.device),
+        num_warps=4,
+        launch_pdl=_pdl(gate_up.device),
+    )
     return out
 
 
@@ -90,13 +158,28 @@ def rotate_and_store(
         HEAD_GROUP,
         groups,
         in_float32,
+        pdl=_pdl(qkv.device),
         num_warps=max(HEAD_GROUP * head_dim // 512, 1),
         enable_fp_fusion=False,
+        launch_pdl=_pdl(qkv.device),
     )
 
 
 def _row_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
+
+
+@functools.cache
+def _pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def _enter(pdl: tl.constexpr) -> None:
+    """Lets the next kernel be launched, and waits for the results of the one before."""
+    if pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -116,7 +199,9 @@ def _rms_norm(
     eps: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
+    _enter(pdl)
     start = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, block)
     mask = columns < width
@@ -134,7 +219,9 @@ def _add_rms_norm(
     eps: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
+    _enter(pdl)
     start = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, block)
     mask = columns < width
@@ -153,7 +240,9 @@ def _silu_mul(
     width: tl.constexpr,
     block: tl.constexpr,
     chunks: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
+    _enter(pdl)
     # Rows and chunks share one axis: CUDA caps the others at 65535, and neighbours stay adjacent.
     program = tl.program_id(0)
     row = (program // chunks).to(tl.int64)
@@ -162,9 +251,46 @@ def _silu_mul(
     source = gate_up + row * (2 * width) + columns
     gate = tl.load(source, mask, 0.0)
     up = tl.load(source + width, mask, 0.0)
+    tl.store(out + row * width + columns, _gate(gate, up), mask)
+
+
+@triton.jit
+def _gate(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * width + columns, (activated * up.to(tl.float32)).to(gate.dtype), mask)
+    return (activated * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _gated_linear(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    size: tl.tensor,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+    stages: tl.constexpr,
+    rows: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    _enter(pdl)
+    row = tl.arange(0, rows)[:, None]
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    along = tl.arange(0, depth)
+    source = x + row * size + along[None, :]
+    gates = weight + column[None, :].to(tl.int64) * size + along[:, None]
+    ups = gates + width.to(tl.int64) * size
+    gate = tl.zeros([rows, columns], tl.float32)
+    up = tl.zeros([rows, columns], tl.float32)
+    for start in tl.range(0, size, depth, num_stages=stages):
+        part = tl.load(source + start, row < num_rows, 0.0)
+        gate = tl.dot(part, tl.load(gates + start), gate, input_precision="ieee")
+        up = tl.dot(part, tl.load(ups + start), up, input_precision="ieee")
+    dtype: tl.constexpr = out.dtype.element_ty
+    result = _gate(gate.to(dtype), up.to(dtype))
+    tl.store(out + row * width + column[None, :], result, row < num_rows)
 
 
 # The unspecialised arguments are only read as scalars: their alignment must not cause compiles.
@@ -187,7 +313,9 @@ def _rotate_and_store(
     group: tl.constexpr,
     groups: tl.constexpr,
     in_float32: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
+    _enter(pdl)
     head_dim: tl.constexpr = 2 * half
     all_heads: tl.constexpr = num_heads + 2 * num_kv_heads
     dtype: tl.constexpr = qkv.dtype.element_ty

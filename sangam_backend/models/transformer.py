@@ -12,10 +12,6 @@ from torch import Tensor
 from sangam_backend.config import ModelConfig
 from sangam_backend.kernels.ops import TORCH, Ops
 
-# MKL multiplies fewer rows than this with other kernels, whose sums differ in the last bit.
-# With at least so many rows a token's result is the same in every batch.
-CPU_MIN_ROWS = 16
-
 
 class Attention(Protocol):
     """Rotates, caches and attends; the model knows nothing of positions, pages or requests."""
@@ -73,22 +69,16 @@ class Transformer:
         residual = F.embedding(ids, self.embedding)
         h = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, norms)):
-            attended = attention.run(index, linear(h, layer.qkv, layer.qkv_bias))
-            h = ops.add_rms_norm(linear(attended, layer.output), residual, layer.mlp_norm, eps)
-            h = ops.silu_mul(linear(h, layer.gate_up))
-            h = ops.add_rms_norm(linear(h, layer.down), residual, next_norm, eps)
+            attended = attention.run(index, ops.linear(h, layer.qkv, layer.qkv_bias))
+            attended = ops.linear(attended, layer.output, None)
+            h = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps)
+            h = ops.gated_linear(h, layer.gate_up)
+            h = ops.add_rms_norm(ops.linear(h, layer.down, None), residual, next_norm, eps)
         return h
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raw logits [rows, vocab] of hidden states [rows, hidden], without the family's shift."""
-        return linear(hidden, self.head)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = x.shape[0]
-    if x.device.type == "cpu" and rows < CPU_MIN_ROWS:
-        return F.linear(F.pad(x, (0, 0, 0, CPU_MIN_ROWS - rows)), weight, bias)[:rows]
-    return F.linear(x, weight, bias)
+        return self.ops.linear(hidden, self.head, None)
 
 
 def rope_table(head_dim: int, positions: int, theta: float, device: torch.device) -> Tensor:

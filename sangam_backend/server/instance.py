@@ -53,6 +53,8 @@ class Instance:
         )
         _share_cores(model_config)
         self.engine = Engine(config)
+        facts = ", ".join(f"{name} {value}" for name, value in self.engine.describe().items())
+        pb_utils.Logger.log_info(f"{args['model_instance_name']}: {facts}")
         self._backlog = config.backlog or config.max_batch_size
         self._clients: dict[Request, Client] = {}
         self._room = threading.Condition()
@@ -93,6 +95,7 @@ class Instance:
         self._response_thread.join()
         # A response sender that a thread still holds when the process ends crashes the stub.
         self._poll_thread.join()
+        self._gauges.close()
 
     def _wait_for_room(self, reply: Reply) -> None:
         while True:

@@ -31,6 +31,11 @@ class Gauges:
         }
         self._written: dict[str, float] = {}
 
+    def close(self) -> None:
+        """Drops what Triton must free before its shared memory is gone."""
+        self._gauges.clear()
+        self._families.clear()
+
     def update(self, engine: Engine) -> None:
         scheduler = engine.scheduler
         values = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sangam_backend.attention import PagedAttention, SdpaAttention, new_pool
-from sangam_backend.buffers import DeviceState, HostBatch, StepInputs
+from sangam_backend.buffers import DeviceState, HostBatch, StepInputs, to_device
 from sangam_backend.config import ModelConfig
 from sangam_backend.graphs import GraphSize
 from sangam_backend.models.transformer import Transformer
@@ -61,7 +61,7 @@ def random_rows(rng: random.Random, count: int, state: DeviceState, num_pages: i
 
 
 def attend_all(attention: PagedAttention, batch: HostBatch, qkv: torch.Tensor) -> torch.Tensor:
-    inputs = StepInputs.view(*batch.to_device(CUDA), batch.layout)
+    inputs = StepInputs.view(to_device(batch.packed, CUDA), batch.layout)
     attention.plan(batch, inputs)
     return attention.run(0, qkv)
 

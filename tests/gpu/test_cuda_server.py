@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(log, "--device", "cuda", "--kv-cache-tokens", "16384") as server:
         yield server
+    text = log.read_text()
+    assert "kv tokens 16384" in text
+    assert not re.search("segfault|segmentation|core dumped", text, re.IGNORECASE)
 
 
 def ask(server: Serving, **sampling: Any) -> Answer:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sangam_backend.kernels.ops import TORCH, fused
+from sangam_backend.kernels.ops import TORCH, fused, silu_mul
 from sangam_backend.models.transformer import rope_table, rotate
 
 HAS_GPU = torch.cuda.is_available()
@@ -111,7 +111,29 @@ def test_silu_mul(n: int, width: int, dtype: torch.dtype) -> None:
     before = gate_up.clone()
     actual = layers.silu_mul(gate_up)
     assert torch.equal(gate_up, before)
-    assert_near(actual, TORCH.silu_mul(gate_up))
+    assert_near(actual, silu_mul(gate_up))
+
+
+# The interpreter's bf16 products are wrong.
+@pytest.mark.parametrize("dtype", DTYPES if HAS_GPU else [torch.float32])
+@pytest.mark.parametrize(("n", "size", "width"), [(1, 256, 64), (33, 128, 192), (64, 384, 128)])
+def test_gated_linear(n: int, size: int, width: int, dtype: torch.dtype) -> None:
+    """Small whole numbers, whose products sum exactly in any order."""
+    generator = torch.Generator().manual_seed(width)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).to(dtype).to(DEVICE)
+
+    x, weight = whole(n, size), whole(2 * width, size)
+    actual = layers.gated_linear(x, weight, layers.Tile(64, 64, 2))
+    assert_near(actual, TORCH.gated_linear(x, weight))
+
+
+def test_products_not_tuned() -> None:
+    ops, _ = fused()
+    x, weight = random((5, 96), torch.float32), random((64, 96), torch.float32)
+    assert torch.equal(ops.linear(x, weight, weight[:, 0]), x @ weight.T + weight[:, 0])
+    assert_near(ops.gated_linear(x, weight), silu_mul(x @ weight.T))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -119,7 +141,7 @@ def test_silu_of_every_bf16() -> None:
     gate = torch.arange(-32768, 32768).to(torch.int16).view(torch.bfloat16).to(DEVICE)
     gate = gate[gate.isfinite()].reshape(255, -1)
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
-    actual, expected = layers.silu_mul(gate_up), TORCH.silu_mul(gate_up)
+    actual, expected = layers.silu_mul(gate_up), silu_mul(gate_up)
     # Beyond, the exponential nears the end of float32, where GPUs divide to zero.
     usual = gate > -80
     assert_near(actual[usual], expected[usual], max_ulps=1)
@@ -211,8 +233,8 @@ def test_no_tokens() -> None:
     layers.rotate_and_store(*batch, shape.num_heads, shape.num_kv_heads, True)
     assert torch.equal(batch.pool, before)
     x = random((0, 96), torch.bfloat16)
-    assert fused().rms_norm(x, x.new_ones(96), EPS).shape == (0, 96)
-    assert fused().silu_mul(x).shape == (0, 48)
+    assert layers.rms_norm(x, x.new_ones(96), EPS).shape == (0, 96)
+    assert layers.silu_mul(x).shape == (0, 48)
 
 
 def test_twins_are_the_lines_of_the_model() -> None:
@@ -223,4 +245,4 @@ def test_twins_are_the_lines_of_the_model() -> None:
     assert torch.equal(TORCH.add_rms_norm(x.flip(0), residual, weight, EPS), normed)
     assert torch.equal(residual, total)
     gate, up = x.chunk(2, dim=-1)
-    assert torch.equal(TORCH.silu_mul(x), torch.nn.functional.silu(gate) * up)
+    assert torch.equal(silu_mul(x), torch.nn.functional.silu(gate) * up)
