@@ -26,5 +26,5 @@ clean:
 # index of CPU builds first (PIP_EXTRA_INDEX_URL), which has the same version.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[perf,server,test]'
 	touch $@

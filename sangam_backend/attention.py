@@ -11,6 +11,7 @@ from torch import Tensor
 from sangam_backend.buffers import DeviceState, HostBatch, StepInputs
 from sangam_backend.models.transformer import Attention, Transformer, split_and_rotate
 from sangam_backend.pages import PAGE_SIZE
+from sangam_backend.transport import Transport
 
 
 class PagedAttention(Attention, Protocol):
@@ -24,9 +25,12 @@ class PagedAttention(Attention, Protocol):
         ...
 
 
-def new_pool(model: Transformer, num_pages: int) -> Tensor:
+def new_pool(model: Transformer, num_pages: int, transport: Transport | None = None) -> Tensor:
+    """The KV pool; with a transport, in memory that other instances can pull from."""
     config = model.config
     shape = (config.num_layers, num_pages, 2, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    if transport is not None:
+        return transport.new_pool(shape, model.head.dtype)
     return torch.empty(shape, dtype=model.head.dtype, device=model.head.device)
 
 

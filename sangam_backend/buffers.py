@@ -144,7 +144,7 @@ class HostBatch:
 
         self.queries = np.array([row.num_tokens for row in rows] + list(padding), dtype=np.int64)
         self.sequences = column([row.sequence_length for row in rows], padding_length)
-        self.query_starts = column([0 if r.prefill else r.block_start for r in rows], 0)
+        self.query_starts = column([row.query_start for row in rows], 0)
         self.slots = column([row.slot for row in rows], state.padding_slot)
         starts = column([row.block_start for row in rows], 0)
         lengths = column([row.block_length for row in rows], padding_length)

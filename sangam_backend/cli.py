@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from sangam_backend.config import ConfigError, EngineConfig
-from sangam_backend.reference.loop import Cache
+
+if TYPE_CHECKING:
+    from sangam_backend.launcher import Deployment
+
+HALVES = {"sangam_prefill": "prefill_", "sangam_decode": "decode_"}
+POOLS = {"colocated": {"sangam": ""}, "disaggregated": HALVES, "hybrid": HALVES}
+"""Of each mode the models with instances, and what their options begin with."""
 
 
 def main() -> None:
@@ -27,8 +33,12 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="start a Triton server on a checkpoint")
     serve.set_defaults(run=_serve)
-    serve.add_argument("--mode", choices=["colocated"], default="colocated")
-    serve.add_argument("--instances", type=int, default=1, metavar="N", help="model processes")
+    serve.add_argument("--mode", choices=list(POOLS), default="colocated",
+                       help="where prefills and decodes run, see README")  # fmt: skip
+    for pool, what in (("", "model"), ("prefill-", "prefill"), ("decode-", "decode")):
+        serve.add_argument(f"--{pool}instances", type=int, metavar="N", help=f"{what} processes")
+        serve.add_argument(f"--{pool}gpus", metavar="0,1",
+                           help=f"CUDA devices that the {what} processes take in turn")  # fmt: skip
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on")
     serve.add_argument("--http-port", type=int, default=8000)
     serve.add_argument("--grpc-port", type=int, default=8001)
@@ -43,8 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl")
     generate.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl")
     generate.add_argument("--engine", choices=["sangam", "reference"], default="sangam")
-    generate.add_argument("--cache", choices=get_args(Cache), default="dual",
-                          help="of the reference; the engine's is dual")  # fmt: skip
     _add_engine_options(generate)
     return parser
 
@@ -58,6 +66,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "dtype",
         "load_format",
         "block_length",
+        "cache",
         "max_batch_size",
         "max_tokens_per_iteration",
         "queue_order",
@@ -68,7 +77,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "cuda_graphs",
         "fused_ops",
         "overlap",
+        "tuned_products",
         "backlog",
+        "prefill_overflow_tokens",
     ):
         kind = hints[name]
         if kind is bool:
@@ -92,6 +103,22 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
 
 
+def _deployment(args: argparse.Namespace) -> Deployment:
+    """The pools of the mode. Raises ConfigError for an option of another mode."""
+    from sangam_backend.launcher import Deployment, Pool
+
+    pools = {}
+    for name, prefix in POOLS[args.mode].items():
+        instances, gpus = (getattr(args, prefix + part) for part in ("instances", "gpus"))
+        pools[name] = Pool(1 if instances is None else instances, gpus or "")
+    for prefix in {"", "prefill_", "decode_"} - set(POOLS[args.mode].values()):
+        for part in ("instances", "gpus"):
+            if getattr(args, prefix + part) is not None:
+                option = (prefix + part).replace("_", "-")
+                raise ConfigError(f"--{option} has no meaning in the mode {args.mode}")
+    return Deployment(args.mode, pools)
+
+
 def _serve(args: argparse.Namespace) -> int:
     from sangam_backend.launcher import Endpoints, serve
 
@@ -99,8 +126,7 @@ def _serve(args: argparse.Namespace) -> int:
     return serve(
         _engine_config(args),
         endpoints,
-        args.mode,
-        args.instances,
+        _deployment(args),
         startup_timeout=args.startup_timeout,
         grace=args.grace,
     )
@@ -111,7 +137,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     config = _engine_config(args)
     if args.engine == "reference":
-        run_reference(config, args.cache, args.input, args.output)
+        run_reference(config, args.input, args.output)
     else:
         run_engine(config, args.input, args.output)
     return 0

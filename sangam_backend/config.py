@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 Family = Literal["llada", "dream"]
+Cache = Literal["dual", "prefix", "none"]
+Role = Literal["colocated", "prefill", "decode"]
 QueueOrder = Literal["arrival", "fewest_remaining_blocks"]
 
 
@@ -64,7 +66,8 @@ class EngineConfig:
 
     model: str
     """A checkpoint directory or a hub id."""
-    role: Literal["colocated"] = "colocated"
+    role: Role = "colocated"
+    """prefill hands each block over to an instance of the role decode."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -73,6 +76,9 @@ class EngineConfig:
     """dummy makes random weights of the config's shapes."""
     block_length: int = 32
     """Tokens of a block where a request names none."""
+    cache: Cache = "dual"
+    """What the forwards after a block's prefill run on: the block alone (dual), the block and all
+    after it (prefix), or the whole sequence again (none)."""
     max_batch_size: int = 64
     """Requests that hold KV pages at once."""
     max_tokens_per_iteration: int = 2048
@@ -95,6 +101,9 @@ class EngineConfig:
     graph. Near ties may then be broken in another way after a restart."""
     overlap: bool = True
     """Launch an iteration while the one before runs, where its outcome is known beforehand."""
+    prefill_overflow_tokens: int = 0
+    """Waiting prefill tokens beyond which a prefill instance leaves a block's prefill to the decode
+    instance (hybrid serving); 0 never does."""
     backlog: int = 0
     """Requests an instance holds before it leaves more to the others; 0 is max_batch_size."""
 
@@ -106,13 +115,14 @@ class EngineConfig:
             ("max_sequence_length", 0, 1 << 20),
             ("kv_cache_tokens", 0, 1 << 40),
             ("memory_utilization", 0.01, 1.0),
+            ("prefill_overflow_tokens", 0, 1 << 40),
             ("backlog", 0, 1 << 20),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name} is {value}, must be from {low} to {high}")
         hints = get_type_hints(EngineConfig)
-        for name in ("role", "dtype", "load_format", "queue_order", "attention"):
+        for name in ("role", "dtype", "load_format", "cache", "queue_order", "attention"):
             known = get_args(hints[name])
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, must be one of {known}")

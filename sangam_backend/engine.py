@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.device import count_pages, pick_device, pick_dtype
 from sangam_backend.frontend import open_frontend
 from sangam_backend.models import load_model
 from sangam_backend.pages import PAGE_SIZE, PageAllocator
-from sangam_backend.request import FinishReason, Output, Request
+from sangam_backend.request import (
+    ErrorCode,
+    FinishReason,
+    Output,
+    Prefilled,
+    Request,
+    RequestError,
+)
 from sangam_backend.runner import Launch, Runner
 from sangam_backend.scheduler import Scheduler
+from sangam_backend.transport import Location, Pull, TransportError, open_transport
+
+PULL_POLL_SECONDS = 1e-4
+
+
+@dataclass(slots=True)
+class Counts:
+    """What an engine has exchanged with others since its start."""
+
+    handed_over: int = 0
+    overflowed: int = 0
+    pulled_bytes: int = 0
+    repeated: int = 0
 
 
 class Emission(NamedTuple):
@@ -22,20 +45,37 @@ class Emission(NamedTuple):
     output: Output
 
 
+class Peers(Protocol):
+    """The other instances, as an engine that prefills or decodes for them sees them.
+
+    Both are called by the engine's thread and must not block.
+    """
+
+    def hand_over(self, request: Request, prefilled: Prefilled | None) -> None:
+        """A prefill instance gives a block away; None where its prefill is still to be run."""
+        ...
+
+    def pulled(self, request: Request) -> None:
+        """A decode instance needs the K/V of the prefill instance no longer."""
+        ...
+
+
 class Engine:
     """Serves requests on one device.
 
-    `submit` and `cancel` may be called from any thread; one thread calls `step` or `run`.
+    `submit`, `cancel`, `take_back` and `release` may be called from any thread; one thread calls
+    `step` or `run`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, peers: Peers | None = None) -> None:
         self.config = config
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
         model = load_model(config, dtype, device)
         self.pages = PageAllocator(count_pages(config, model.config, dtype, device))
         self.frontend = open_frontend(model, config, self.pages.num_pages * PAGE_SIZE)
-        self.runner = Runner(model, config, self.pages.num_pages)
+        self.transport = None if config.role == "colocated" else open_transport(device)
+        self.runner = Runner(model, config, self.pages.num_pages, self.transport)
         self.scheduler = Scheduler(
             family=model.config.family,
             max_tokens_per_iteration=config.max_tokens_per_iteration,
@@ -43,26 +83,44 @@ class Engine:
             max_sequence_length=self.frontend.limits.max_sequence_length,
             queue_order=config.queue_order,
             pages=self.pages,
+            cache=config.cache,
+            role=config.role,
+            prefill_overflow_tokens=config.prefill_overflow_tokens,
         )
         self.overlap = config.overlap
+        self.peers = peers
+        self.counts = Counts()
         self._running: Launch | None = None
-        self._inbox: deque[tuple[Literal["submit", "cancel"], Request]] = deque()
+        self._pulls: dict[Request, Pull] = {}
+        self._exports: dict[Request, Location] = {}
+        self._inbox: deque[Callable[[], list[Emission]]] = deque()
         self._wake = threading.Event()
 
     def submit(self, request: Request) -> None:
-        self._inbox.append(("submit", request))
-        self._wake.set()
+        self._post(lambda: self._queue(request))
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, error: RequestError | None = None) -> None:
         """Ends a request before the next iteration; one that has ended already is left alone."""
-        self._inbox.append(("cancel", request))
-        self._wake.set()
+        self._post(lambda: self._cancel(request, error))
+
+    def take_back(self, request: Request, tokens: list[int], num_forwards: int) -> None:
+        """Goes on with a request whose block, handed over, another instance has finished.
+
+        Args:
+            num_forwards: That the other instance has run.
+        """
+        self._post(lambda: self._take_back(request, tokens, num_forwards))
+
+    def release(self, request: Request) -> None:
+        """Frees the pages of a block handed over: its K/V has been pulled."""
+        self._post(lambda: self._release(request))
 
     def describe(self) -> dict[str, Any]:
         """What an operator wants to know at the start."""
         runner = self.runner
         graphs = runner.graphs
         return {
+            "role": self.config.role,
             "device": str(runner.device),
             "dtype": str(runner.pool.dtype),
             "attention": type(runner.attention).__name__,
@@ -85,15 +143,90 @@ class Engine:
         launched. Any other is waited for first: to guess would cost a row of the next iteration
         for every block that had ended, more than the gap.
         """
-        emissions = self._read_inbox()
+        emissions = self._read_inbox() + self._finish_pulls()
         if self._running is not None and not (self.overlap and self._running.plan.foreseen):
             emissions += self._take_result()
         plan = self.scheduler.plan()
-        launched = None if plan is None else self.runner.launch(plan)
+        if plan is not None:
+            emissions += self._begin_pulls(plan.pulls)
+        launched = self.runner.launch(plan) if plan is not None and plan.rows else None
         if self._running is not None:
             emissions += self._take_result()
         self._running = launched
         return emissions
+
+    def run(self, emit: Callable[[list[Emission]], None], stopping: threading.Event) -> None:
+        """Steps until told to stop, and sleeps while there is nothing to do."""
+        while not stopping.is_set():
+            was_running = self._running is not None
+            emissions = self.step()
+            if emissions:
+                emit(emissions)
+            if self._running is None and not was_running and not emissions:
+                self._sleep()
+
+    def wake(self) -> None:
+        """Makes a sleeping `run` look at its stop signal."""
+        self._wake.set()
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+    def _sleep(self) -> None:
+        if self._pulls:
+            time.sleep(PULL_POLL_SECONDS)
+        else:
+            self._wake.wait()
+            self._wake.clear()
+
+    def _post(self, action: Callable[[], list[Emission]]) -> None:
+        self._inbox.append(action)
+        self._wake.set()
+
+    def _read_inbox(self) -> list[Emission]:
+        emissions = []
+        while self._inbox:
+            emissions += self._inbox.popleft()()
+        return emissions
+
+    def _queue(self, request: Request) -> list[Emission]:
+        if request.prefilled is not None and request.prefilled.location is None:
+            return [Emission(request, output)] if (output := self.scheduler.pulled(request)) else []
+        if self.peers is not None and self.scheduler.overflows():
+            self.counts.overflowed += 1
+            self.scheduler.hand_over(request)
+            self.peers.hand_over(request, None)
+        else:
+            self.scheduler.add(request)
+        return []
+
+    def _cancel(self, request: Request, error: RequestError | None) -> list[Emission]:
+        if request.finish_reason is not None and request not in self.scheduler.handed_over:
+            return []
+        request.finish_reason = FinishReason.CANCELLED if error is None else FinishReason.ERROR
+        self._forget_export(request)
+        if (pull := self._pulls.pop(request, None)) is not None:
+            # Its pages must not be given away while they are written.
+            with contextlib.suppress(TransportError):
+                pull.finish()
+        self.scheduler.remove(request)
+        output = Output("", [], request.finish_reason, error, done=True)
+        return [Emission(request, output)]
+
+    def _take_back(self, request: Request, tokens: list[int], num_forwards: int) -> list[Emission]:
+        if request not in self.scheduler.handed_over:
+            return []
+        self._forget_export(request)
+        output = self.scheduler.take_back(request, tokens)
+        request.num_forwards += num_forwards - 1
+        return self._queue(request) if output is None else [Emission(request, output)]
+
+    def _release(self, request: Request) -> list[Emission]:
+        if request in self.scheduler.handed_over:
+            self._forget_export(request)
+            self.scheduler.release(request)
+        return []
 
     def _take_result(self) -> list[Emission]:
         assert self._running is not None
@@ -101,32 +234,68 @@ class Engine:
         emissions = []
         for row, tokens in zip(running.plan.rows, running.wait()):
             output = self.scheduler.apply(row, tokens)
-            if output is not None:
+            if self.config.role == "prefill":
+                self._hand_over(row.request, tokens)
+            elif output is not None:
                 emissions.append(Emission(row.request, output))
         return emissions
 
-    def run(self, emit: Callable[[list[Emission]], None], stopping: threading.Event) -> None:
-        """Steps until told to stop, and sleeps while there is nothing to do."""
-        while not stopping.is_set():
-            emissions = self.step()
-            if emissions:
-                emit(emissions)
-            if self.is_idle:
-                self._wake.wait()
-                self._wake.clear()
+    def _hand_over(self, request: Request, tokens: list[int]) -> None:
+        if request not in self.scheduler.handed_over:
+            return
+        assert self.peers is not None
+        assert self.transport is not None
+        location = None
+        if request.pages:
+            location = self._exports[request] = self.transport.export(request.pages)
+        self.counts.handed_over += 1
+        self.peers.hand_over(request, Prefilled(tokens, location))
 
-    def wake(self) -> None:
-        """Makes a sleeping `run` look at its stop signal."""
-        self._wake.set()
+    def _forget_export(self, request: Request) -> None:
+        if (location := self._exports.pop(request, None)) is not None:
+            assert self.transport is not None
+            self.transport.release(location)
 
-    def _read_inbox(self) -> list[Emission]:
+    def _begin_pulls(self, requests: list[Request]) -> list[Emission]:
         emissions = []
-        while self._inbox:
-            action, request = self._inbox.popleft()
-            if action == "submit":
-                self.scheduler.add(request)
-            elif request.finish_reason is None:
-                request.finish_reason = FinishReason.CANCELLED
-                self.scheduler.remove(request)
-                emissions.append(Emission(request, Output("", [], FinishReason.CANCELLED)))
+        for request in requests:
+            assert self.transport is not None
+            assert request.prefilled is not None
+            assert request.prefilled.location is not None
+            try:
+                location = request.prefilled.location
+                self._pulls[request] = self.transport.pull(location, request.pages)
+            except TransportError as error:
+                emissions += self._lose(request, error)
         return emissions
+
+    def _finish_pulls(self) -> list[Emission]:
+        emissions = []
+        for request in [request for request, pull in self._pulls.items() if pull.is_done()]:
+            pull = self._pulls.pop(request)
+            try:
+                pull.finish()
+            except TransportError as error:
+                emissions += self._lose(request, error)
+                continue
+            self.counts.pulled_bytes += pull.num_bytes
+            output = self.scheduler.pulled(request)
+            if request.slot >= 0:
+                self.runner.admit(request)
+            self._tell_pulled(request)
+            if output is not None:
+                emissions.append(Emission(request, output))
+        return emissions
+
+    def _lose(self, request: Request, error: TransportError) -> list[Emission]:
+        """The K/V of a prefill is lost: a hybrid decode instance can repeat the prefill."""
+        self._tell_pulled(request)
+        if self.config.prefill_overflow_tokens:
+            self.counts.repeated += 1
+            self.scheduler.pull_failed(request)
+            return []
+        return self._cancel(request, RequestError(ErrorCode.UNAVAILABLE, str(error)))
+
+    def _tell_pulled(self, request: Request) -> None:
+        assert self.peers is not None
+        self.peers.pulled(request)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sangam_backend.config import MAX_BLOCK_LENGTH, EngineConfig, ModelConfig
+from sangam_backend.handover import Handover
 from sangam_backend.models import find_checkpoint
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.parameters import Limits, invalid, parse_sampling
@@ -70,6 +71,20 @@ class Frontend:
             text=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
             stream=stream,
         )
+
+    def restore_request(self, handover: Handover, stream: bool) -> Request:
+        """The request of a handover, as it stands there."""
+        params = handover.params
+        request = Request(
+            request_id=handover.request_id,
+            prompt=handover.prompt,
+            params=params,
+            stop_token_ids=self.model.stop_token_ids,
+            mask_token_id=self.model.mask_token_id,
+            text=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
+            stream=stream,
+        )
+        return handover.restore(request)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any form, at least one of them."""

@@ -14,7 +14,7 @@ from sangam_backend.engine import Engine
 from sangam_backend.frontend import Frontend, Prompt, open_frontend
 from sangam_backend.models import load_model
 from sangam_backend.parameters import invalid
-from sangam_backend.reference import Cache, Predictor, ServingSampler, generate
+from sangam_backend.reference import Predictor, ServingSampler, generate
 from sangam_backend.request import Output, Request, RequestError
 
 LINE_KEYS = ("id", "input_ids", "text_input", "messages", "sampling_parameters")
@@ -49,7 +49,7 @@ def run_engine(config: EngineConfig, input_file: Path, output_file: Path) -> Non
                 bar.update()
 
 
-def run_reference(config: EngineConfig, cache: Cache, input_file: Path, output_file: Path) -> None:
+def run_reference(config: EngineConfig, input_file: Path, output_file: Path) -> None:
     """Generates one line after the other with the plain loop."""
     device = pick_device(config.device)
     model = load_model(config, pick_dtype(config.dtype, device), device)
@@ -62,8 +62,8 @@ def run_reference(config: EngineConfig, cache: Cache, input_file: Path, output_f
                 _write(file, _result(line, error=str(error)))
                 continue
             predictor = Predictor(model, request.sequence_length)
-            sampler = ServingSampler(request, model.config, cached=cache != "none")
-            (output,) = generate(request, predictor, sampler, cache)
+            sampler = ServingSampler(request, model.config, cached=config.cache != "none")
+            (output,) = generate(request, predictor, sampler, config.cache)
             _write(file, _finished(line, request, output))
 
 

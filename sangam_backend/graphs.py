@@ -25,7 +25,7 @@ class GraphSize(NamedTuple):
     tokens: int
     rows: int
     prefill: bool
-    """False holds one block a row, and nothing else."""
+    """Any rows; False holds one block a row, and nothing else."""
 
 
 Step = Callable[[StepInputs, PagedAttention], Tensor]
@@ -48,7 +48,7 @@ class _Graph:
     packed: Tensor
     inputs: StepInputs
     blocks: Tensor
-    planned_for: list[tuple[Request, bool]]
+    planned_for: list[tuple[Request, int]]
     """Attention plans stay good while the rows stay the same."""
 
 
@@ -85,7 +85,7 @@ class StepGraphs:
         """The smallest size that holds the rows, if any does."""
         if any(row.block_length != self.block_length for row in rows):
             return None
-        prefill = any(row.prefill for row in rows)
+        prefill = any(row.num_tokens != self.block_length for row in rows)
         tokens = sum(row.num_tokens for row in rows)
         for size in self.sizes:
             spare = size.tokens - tokens
@@ -106,7 +106,7 @@ class StepGraphs:
         batch = self._batch(rows, size)
         packed = torch.from_numpy(batch.packed).pin_memory()
         transfer(packed, graph.packed)
-        planned_for = [(row.request, row.prefill) for row in rows]
+        planned_for = [(row.request, row.num_tokens) for row in rows]
         if planned_for != graph.planned_for:
             graph.attention.plan(batch, graph.inputs)
             graph.planned_for = planned_for

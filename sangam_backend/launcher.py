@@ -27,6 +27,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonModelConfig
 
 from sangam_backend.config import ConfigError, EngineConfig
 from sangam_backend.device import pick_device
+from sangam_backend.handover import meeting_place
 from sangam_backend.models import check_checkpoint
 
 MODEL_NAME = "sangam"
@@ -50,11 +51,30 @@ class Triton(NamedTuple):
     library_path: str
 
 
+class Pool(NamedTuple):
+    """The instances of one model."""
+
+    instances: int = 1
+    gpus: str = ""
+    """Numbers of CUDA devices, with commas between, which the instances take in turn; empty leaves
+    the engine's device as it is."""
+
+    def devices(self, default: str) -> str:
+        if not self.gpus:
+            return default
+        return ",".join(f"cuda:{gpu.strip()}" for gpu in self.gpus.split(","))
+
+
+class Deployment(NamedTuple):
+    mode: str
+    pools: dict[str, Pool]
+    """By the name of the model."""
+
+
 def serve(
     config: EngineConfig,
     endpoints: Endpoints,
-    mode: str,
-    instances: int,
+    deployment: Deployment,
     startup_timeout: float,
     grace: float,
 ) -> int:
@@ -66,19 +86,15 @@ def serve(
     Raises:
         ConfigError: what is wrong with the checkpoint, the ports or the installation.
     """
-    if instances < 1:
-        raise ConfigError(f"instances is {instances}, must be at least 1")
+    check_deployment(deployment, config)
     if int(np.__version__.split(".")[0]) >= 2:
         raise ConfigError(f"NumPy is {np.__version__}, the Triton server needs a version below 2")
-    pick_device(config.device)
     directory = check_checkpoint(config)
     check_ports(endpoints)
     with tempfile.TemporaryDirectory(prefix="sangam-") as work:
         triton = find_triton(Path(work))
         repository = Path(work) / "models"
-        write_repository(
-            repository, mode, dataclasses.replace(config, model=str(directory)), instances
-        )
+        write_repository(repository, deployment, dataclasses.replace(config, model=str(directory)))
         server = Server(triton, repository, endpoints, grace)
         with stop_signals(server), server:
             if not server.wait_until_ready(startup_timeout):
@@ -121,6 +137,7 @@ class Server:
         self.process.wait()
         for left in SHARED_MEMORY.glob(f"{self.region}*"):
             left.unlink(missing_ok=True)
+        shutil.rmtree(meeting_place(self.process.pid), ignore_errors=True)
 
     def stop(self) -> None:
         """Asks the server to refuse new requests and finish those that run."""
@@ -268,15 +285,31 @@ def _libpython_directory() -> Path:
     return directory
 
 
-def write_repository(target: Path, mode: str, config: EngineConfig, instances: int) -> None:
-    """Copies a mode's model repository, with the settings written into its config.pbtxt."""
-    shutil.copytree(REPOSITORY / mode, target)
-    path = target / MODEL_NAME / "config.pbtxt"
-    model = text_format.Parse(path.read_text(), TritonModelConfig())
-    model.instance_group[0].count = instances
-    for name, value in dataclasses.asdict(config).items():
-        model.parameters[name].string_value = str(value)
-    path.write_text(text_format.MessageToString(model))
+def check_deployment(deployment: Deployment, config: EngineConfig) -> None:
+    """Raises ConfigError for a pool without instances, or a device that this machine lacks."""
+    for name, pool in deployment.pools.items():
+        if pool.instances < 1:
+            raise ConfigError(f"instances of {name} is {pool.instances}, must be at least 1")
+        for device in pool.devices(config.device).split(","):
+            pick_device(device)
+    if config.prefill_overflow_tokens and deployment.mode != "hybrid":
+        raise ConfigError(f"prefill_overflow_tokens is of the mode hybrid, not {deployment.mode}")
+
+
+def write_repository(target: Path, deployment: Deployment, config: EngineConfig) -> None:
+    """Copies a mode's model repository, with the settings written into its config.pbtxt files."""
+    shutil.copytree(REPOSITORY / deployment.mode, target)
+    settings = dataclasses.asdict(config)
+    # What the repository says of these holds unless the settings say otherwise.
+    kept = {"role"} if config.prefill_overflow_tokens else {"role", "prefill_overflow_tokens"}
+    for name, pool in deployment.pools.items():
+        path = target / name / "config.pbtxt"
+        model = text_format.Parse(path.read_text(), TritonModelConfig())
+        model.instance_group[0].count = pool.instances
+        for setting, value in (settings | {"device": pool.devices(config.device)}).items():
+            if setting not in kept:
+                model.parameters[setting].string_value = str(value)
+        path.write_text(text_format.MessageToString(model))
 
 
 def check_ports(endpoints: Endpoints) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sangam_backend.config import Cache
 from sangam_backend.request import Request
 from sangam_backend.rules import Commit
 
@@ -24,10 +25,18 @@ class Row(NamedTuple):
     forward: int
     """Numbers the forward for its random draws."""
     commit: Commit
+    cache: Cache = "dual"
+
+    @property
+    def query_start(self) -> int:
+        """The first position that the forward runs on."""
+        return 0 if self.prefill or self.cache == "none" else self.block_start
 
     @property
     def num_tokens(self) -> int:
-        return self.sequence_length if self.prefill else self.block_length
+        if self.cache == "dual" and not self.prefill:
+            return self.block_length
+        return self.sequence_length - self.query_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,8 @@ class StepPlan:
     rows: list[Row]
     admitted: list[Request]
     """Requests whose slots the runner must fill before the forward."""
+    pulls: list[Request] = field(default_factory=list)
+    """Requests that have got pages to pull their K/V into."""
 
     @property
     def foreseen(self) -> bool:

@@ -7,6 +7,7 @@ decode    a forward over the current block against the cached K/V of the whole s
 commit    to replace a mask by a token for good
 prefix    the committed tokens from the left end of the canvas up to its first mask
 page      16 positions of the KV pool;  slot: the row of an admitted request in device tables
+handover  of a block from the instance that prefilled it to one that decodes it
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sangam_backend import rules
 from sangam_backend.config import Family
@@ -113,6 +114,18 @@ class Output(NamedTuple):
     ids: list[int]
     finish_reason: FinishReason | None
     error: RequestError | None = None
+    done: bool = False
+    """Nothing more comes from this engine: the request has ended, or its block where the engine
+    was given only that."""
+
+
+class Prefilled(NamedTuple):
+    """What a prefill leaves to the instance that decodes the block."""
+
+    tokens: list[int]
+    """Of the block, with masks where nothing is committed."""
+    location: dict[str, Any] | None
+    """Where the K/V can be pulled from; None when no mask is left, so that nothing needs it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -131,6 +144,10 @@ class Request:
 
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    last_block: int = -1
+    """Where this engine is done with the request; by default the last of the canvas."""
+    prefilled: Prefilled | None = None
+    """The current block's prefill, where another instance has run it."""
 
     # As planned: with iterations under way, ahead of what is known of their results.
     block: int = 0
@@ -154,6 +171,8 @@ class Request:
     def __post_init__(self) -> None:
         self.canvas = [self.mask_token_id] * self.params.canvas_length
         self.masks = self.params.block_length
+        if self.last_block < 0:
+            self.last_block = self.params.num_blocks - 1
 
     @property
     def sequence_length(self) -> int:
@@ -189,6 +208,31 @@ class Request:
         self.forward_in_block = 0
         self.masks = self.params.block_length
 
+    def resume(self, canvas: Sequence[int], prefilled: Prefilled | None) -> None:
+        """Takes over a request for its next block alone, the ones before it committed elsewhere.
+
+        Args:
+            canvas: The tokens of the blocks before; whoever committed them has told the client.
+        """
+        self.canvas[: len(canvas)] = canvas
+        self.block = self.last_block = self.finished_blocks = (
+            len(canvas) // self.params.block_length
+        )
+        self.prefilled = prefilled
+        self._grow_prefix()
+        self._take_output()
+
+    def take_prefilled(self) -> Output | None:
+        """Takes the tokens that the other instance's prefill has committed."""
+        assert self.prefilled is not None
+        tokens, self.prefilled = self.prefilled.tokens, None
+        self.forward_in_block = 1
+        self.masks = tokens.count(self.mask_token_id)
+        output = self.advance(self.block, tokens)
+        # That forward is the other instance's.
+        self.num_forwards -= 1
+        return output
+
     def advance(self, block: int, tokens: Sequence[int]) -> Output | None:
         """Takes a block's tokens after a forward.
 
@@ -198,7 +242,8 @@ class Request:
         start = block * self.params.block_length
         self.canvas[start : start + self.params.block_length] = tokens
         self.num_forwards += 1
-        self.finished_blocks += self.mask_token_id not in tokens
+        if self.mask_token_id not in tokens:
+            self.finished_blocks = block + 1
         self._grow_prefix()
         return self._take_output()
 

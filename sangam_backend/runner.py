@@ -15,6 +15,8 @@ from sangam_backend.graphs import GraphSize, StepGraphs, graph_sizes
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.pages import PAGE_SIZE
 from sangam_backend.plan import StepPlan
+from sangam_backend.request import Request
+from sangam_backend.transport import Transport
 
 # The weights of so many are more than a GPU's cache holds.
 TUNED_LAYERS = 4
@@ -41,7 +43,13 @@ class Launch(NamedTuple):
 class Runner:
     """The model, the KV pool and the device tables of one instance."""
 
-    def __init__(self, model: Transformer, config: EngineConfig, num_pages: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        config: EngineConfig,
+        num_pages: int,
+        transport: Transport | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.device = model.head.device
@@ -49,7 +57,7 @@ class Runner:
         self.state = DeviceState(
             config.max_batch_size, model.config.max_sequence_length, padding, self.device
         )
-        self.pool = new_pool(model, num_pages + len(padding))
+        self.pool = new_pool(model, num_pages + len(padding), transport)
         self.stop_token_ids = torch.tensor(
             sorted(model.config.stop_token_ids), dtype=torch.int64, device=self.device
         )
@@ -85,6 +93,11 @@ class Runner:
         if self.graphs is None or not self.graphs.replayed_tokens:
             return 0.0
         return round(self.graphs.padding_tokens / self.graphs.replayed_tokens, 4)
+
+    @torch.inference_mode()
+    def admit(self, request: Request) -> None:
+        """Fills the slot of a request."""
+        self.state.admit(request)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launch:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import goldens
 import pytest
 
-from sangam_backend.config import ConfigError, EngineConfig
+from sangam_backend.config import Cache, ConfigError, EngineConfig
 from sangam_backend.engine import Engine
 from sangam_backend.frontend import Prompt, open_frontend
 from sangam_backend.models.transformer import Transformer
@@ -50,8 +50,9 @@ def random_job(rng: random.Random) -> Job:
 
 def run_reference(model: Transformer, engine: Engine, job: Job) -> Answer:
     request = new_request(engine, job)
-    sampler = ServingSampler(request, model.config, cached=True)
-    (output,) = generate(request, Predictor(model, request.sequence_length), sampler, "dual")
+    cache = engine.config.cache
+    sampler = ServingSampler(request, model.config, cached=cache != "none")
+    (output,) = generate(request, Predictor(model, request.sequence_length), sampler, cache)
     return output.ids, output.finish_reason, request.num_forwards
 
 
@@ -63,11 +64,18 @@ def drain(engine: Engine) -> dict[Request, list[Output]]:
     return outputs
 
 
+@pytest.mark.parametrize("cache", get_args(Cache))
 @pytest.mark.parametrize("name", goldens.MODELS)
-def test_random_requests_in_any_batch_and_order(name: str) -> None:
+def test_random_requests_in_any_batch_and_order(name: str, cache: Cache) -> None:
     rng = random.Random(name)
     jobs = [random_job(rng) for _ in range(24)]
-    engine = open_engine(name, max_batch_size=7, max_tokens_per_iteration=200, kv_cache_tokens=600)
+    engine = open_engine(
+        name,
+        cache=cache,
+        max_batch_size=7,
+        max_tokens_per_iteration=200,
+        kv_cache_tokens=600,
+    )
     model = engine.runner.model
     expected = [run_reference(model, engine, job) for job in jobs]
     for _ in range(2):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sangam_backend.config import Cache
 from sangam_backend.frontend import Frontend
 from sangam_backend.models.transformer import Transformer
-from sangam_backend.reference import Cache, Predictor, Sampler, ServingSampler, View, generate
+from sangam_backend.reference import Predictor, Sampler, ServingSampler, View, generate
 from sangam_backend.reference.upstream import DreamSampler, GuidedPredictor, LLaDASampler
 from sangam_backend.request import Request, RequestError
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from sangam_backend.attention import attend
+from sangam_backend.config import Cache
 from sangam_backend.models.transformer import Transformer, split_and_rotate
 from sangam_backend.reference.sampler import Sampler, View
 from sangam_backend.request import Output, Request
-
-Cache = Literal["none", "prefix", "dual"]
 
 
 class DenseAttention:

@@ -9,13 +9,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton_python_backend_utils as pb_utils
 
 from sangam_backend.config import EngineConfig
-from sangam_backend.engine import Emission, Engine
+from sangam_backend.engine import Emission, Engine, Peers
 from sangam_backend.request import (
     ErrorCode,
     FinishReason,
@@ -23,7 +24,7 @@ from sangam_backend.request import (
     Request,
     RequestError,
 )
-from sangam_backend.server.metrics import Gauges
+from sangam_backend.server.metrics import Metrics
 from sangam_backend.server.reply import Reply
 from sangam_backend.server.wire import Options, build_response, read_request
 
@@ -35,6 +36,8 @@ DRAIN_SECONDS = 30.0
 class Client(NamedTuple):
     reply: Reply
     options: Options
+    deadline: float | None
+    """On the clock of time.monotonic."""
 
 
 class Instance:
@@ -44,40 +47,33 @@ class Instance:
     the next request to an instance that has room.
     """
 
-    def __init__(self, args: dict[str, str]) -> None:
+    def __init__(self, args: dict[str, str], config: EngineConfig, peers: Peers | None) -> None:
         _start(_follow_server, os.getppid())
-        model_config = json.loads(args["model_config"])
-        parameters = model_config.get("parameters", {})
-        config = EngineConfig.from_strings(
-            {name: value["string_value"] for name, value in parameters.items()}
-        )
-        _share_cores(model_config)
-        self.engine = Engine(config)
+        name = args["model_instance_name"]
+        _share_cores(json.loads(args["model_config"]))
+        self.engine = Engine(replace(config, device=_own_device(config.device, name)), peers)
         facts = ", ".join(f"{name} {value}" for name, value in self.engine.describe().items())
-        pb_utils.Logger.log_info(f"{args['model_instance_name']}: {facts}")
+        pb_utils.Logger.log_info(f"{name}: {facts}")
         self._backlog = config.backlog or config.max_batch_size
         self._clients: dict[Request, Client] = {}
         self._room = threading.Condition()
-        self._emissions: queue.SimpleQueue[list[Emission] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._failure: RequestError | None = None
-        self._gauges = Gauges(
-            {"model": args["model_name"], "instance": args["model_instance_name"]}
-        )
-        self._engine_thread = _start(self._run_engine)
-        self._response_thread = _start(self._respond)
-        self._poll_thread = _start(self._poll)
+        self._metrics = Metrics({"model": args["model_name"], "instance": name})
+        self._engine_thread = threading.Thread(target=self._run_engine, daemon=True)
+        self._response_thread = threading.Thread(target=self._respond, daemon=True)
+        self._poll_thread = threading.Thread(target=self._poll, daemon=True)
+
+    def start(self) -> None:
+        for thread in (self._engine_thread, self._response_thread, self._poll_thread):
+            thread.start()
 
     def accept(self, triton_request: Any) -> None:
         """Checks a request and hands it to the engine, or refuses it."""
         reply = Reply(triton_request.get_response_sender())
         try:
-            incoming = read_request(triton_request)
-            request = self.engine.frontend.new_request(
-                incoming.request_id, incoming.prompt, incoming.sampling, incoming.options.stream
-            )
-            self._wait_for_room(reply)
-            self._admit(request, Client(reply, incoming.options))
+            self._accept(triton_request, reply)
         except RequestError as error:
             reply.refuse(error)
         except Exception as error:
@@ -86,38 +82,74 @@ class Instance:
     def close(self) -> None:
         """Lets running requests finish for a while, answers the rest, and ends the threads."""
         with self._room:
-            self._room.wait_for(lambda: not self._clients, timeout=DRAIN_SECONDS)
+            self._room.wait_for(self._is_drained, timeout=DRAIN_SECONDS)
         self._stopping.set()
         self.engine.wake()
         self._engine_thread.join()
         self._answer_all(RequestError(ErrorCode.UNAVAILABLE, "the server is shutting down"))
-        self._emissions.put(None)
+        self._outbox.put(None)
         self._response_thread.join()
         # A response sender that a thread still holds when the process ends crashes the stub.
         self._poll_thread.join()
-        self._gauges.close()
+        self._metrics.close()
+        self.engine.close()
 
-    def _wait_for_room(self, reply: Reply) -> None:
-        while True:
-            with self._room:
-                if len(self._clients) < self._backlog or self._failure is not None:
-                    return
-                self._room.wait(POLL_SECONDS)
-            if reply.is_cancelled():
-                raise RequestError(ErrorCode.CANCELLED, "cancelled while it waited in the queue")
+    def _is_drained(self) -> bool:
+        return not self._clients
+
+    def _accept(self, triton_request: Any, reply: Reply) -> None:
+        incoming = read_request(triton_request)
+        request = self.engine.frontend.new_request(
+            incoming.request_id, incoming.prompt, incoming.sampling, self._streams(incoming.options)
+        )
+        self._admit(request, Client(reply, incoming.options, incoming.deadline))
+
+    def _streams(self, options: Options) -> bool:
+        """Whether the engine's requests give their text as it comes."""
+        return options.stream
 
     def _admit(self, request: Request, client: Client) -> None:
+        """Waits for room, then hands the request to the engine."""
+        self._wait_for_room(client)
         with self._room:
             if self._failure is not None:
                 raise self._failure
             self._clients[request] = client
+        self._welcome(request, client)
         self.engine.submit(request)
+
+    def _welcome(self, request: Request, client: Client) -> None:
+        """What a role does before it begins with a request."""
+
+    def _wait_for_room(self, client: Client) -> None:
+        while True:
+            with self._room:
+                if self._num_held() < self._backlog or self._failure is not None:
+                    return
+                self._room.wait(POLL_SECONDS)
+            if client.reply.is_cancelled():
+                raise RequestError(ErrorCode.CANCELLED, "cancelled while it waited in the queue")
+            if client.deadline is not None and time.monotonic() > client.deadline:
+                raise _timed_out()
+
+    def _num_held(self) -> int:
+        """Requests that count against the backlog."""
+        return len(self._clients)
 
     def _run_engine(self) -> None:
         try:
-            self.engine.run(self._emissions.put, self._stopping)
+            self.engine.run(self._emit, self._stopping)
         except BaseException as error:
             self._fail(error)
+
+    def _emit(self, emissions: list[Emission]) -> None:
+        """Responses are sent by another thread, so that the engine never waits for the wire."""
+
+        def send() -> None:
+            for request, output in emissions:
+                self._send(request, output)
+
+        self._outbox.put(send)
 
     def _fail(self, error: BaseException) -> None:
         """Answers everybody and ends the process: a dead engine must not look alive."""
@@ -138,44 +170,65 @@ class Instance:
             client.reply.refuse(error)
 
     def _respond(self) -> None:
-        """Sends what the engine emits, so that the engine never waits for the wire."""
-        while (emissions := self._emissions.get()) is not None:
-            for request, output in emissions:
-                self._send(request, output)
+        while (send := self._outbox.get()) is not None:
+            try:
+                send()
+            except Exception:
+                pb_utils.Logger.log_error(traceback.format_exc())
 
     def _send(self, request: Request, output: Output) -> None:
-        final = output.finish_reason is not None
-        with self._room:
-            client = self._clients.get(request)
-            if client is None:
-                return
-            if final:
-                del self._clients[request]
-                self._room.notify_all()
-        if output.finish_reason is FinishReason.CANCELLED:
-            client.reply.refuse(RequestError(ErrorCode.CANCELLED, "the client cancelled"))
+        client = self._take_client(request, output.done)
+        if client is None:
+            return
+        if (error := error_of(output)) is not None:
+            client.reply.refuse(error)
             return
         try:
-            client.reply.send(build_response(request, client.options, output), final)
-        except Exception as error:
-            _refuse_after_fault(client.reply, error)
+            client.reply.send(build_response(request, client.options, output), output.done)
+        except Exception as fault:
+            _refuse_after_fault(client.reply, fault)
+
+    def _take_client(self, request: Request, done: bool) -> Client | None:
+        """The client of a request, which is forgotten when it is done; None if it is already."""
+        with self._room:
+            client = self._clients.get(request)
+            if client is not None and done:
+                del self._clients[request]
+                self._room.notify_all()
+        return client
 
     def _poll(self) -> None:
-        """Looks for clients that left, and updates the gauges."""
+        """Looks for clients that left or ran out of time, and updates the metrics."""
         while not self._stopping.is_set():
             time.sleep(POLL_SECONDS)
-            with self._room:
-                clients = list(self._clients.items())
-            for request, client in clients:
-                if client.reply.is_cancelled():
-                    self.engine.cancel(request)
-            self._gauges.update(self.engine)
+            try:
+                self._look_after_clients(time.monotonic())
+                self._watch(time.monotonic())
+                self._metrics.update(self.engine)
+            except Exception:
+                pb_utils.Logger.log_error(traceback.format_exc())
+
+    def _look_after_clients(self, now: float) -> None:
+        with self._room:
+            clients = list(self._clients.items())
+        for request, client in clients:
+            if not self._may_end(request):
+                continue
+            if client.deadline is not None and now > client.deadline:
+                self.engine.cancel(request, _timed_out())
+            elif client.reply.is_cancelled():
+                self.engine.cancel(request)
+
+    def _may_end(self, request: Request) -> bool:
+        """Whether this instance is the one to end the request early."""
+        return True
+
+    def _watch(self, now: float) -> None:
+        """What a role looks after besides."""
 
 
-def _start(target: Callable[..., None], *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=target, args=args, name=target.__name__, daemon=True)
-    thread.start()
-    return thread
+def _start(target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, daemon=True).start()
 
 
 def _follow_server(server: int) -> None:
@@ -185,9 +238,25 @@ def _follow_server(server: int) -> None:
     os._exit(1)
 
 
+def error_of(output: Output) -> RequestError | None:
+    if output.error is None and output.finish_reason is FinishReason.CANCELLED:
+        return RequestError(ErrorCode.CANCELLED, "the client cancelled")
+    return output.error
+
+
+def _timed_out() -> RequestError:
+    return RequestError(ErrorCode.CANCELLED, "the request ran longer than its timeout")
+
+
 def _refuse_after_fault(reply: Reply, error: Exception) -> None:
     pb_utils.Logger.log_error(traceback.format_exc())
     reply.refuse(RequestError(ErrorCode.INTERNAL, repr(error)))
+
+
+def _own_device(devices: str, instance_name: str) -> str:
+    """The instances of a model take the listed devices in turn."""
+    names = devices.split(",")
+    return names[int(instance_name.rpartition("_")[2]) % len(names)]
 
 
 def _share_cores(model_config: dict[str, Any]) -> None:

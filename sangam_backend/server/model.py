@@ -25,10 +25,10 @@ class TritonPythonModel:
             )
         # Triton imports this module in short-lived processes too, which need no torch.
         from sangam_backend.config import ConfigError
-        from sangam_backend.server.instance import Instance
+        from sangam_backend.server.open_instance import open_instance
 
         try:
-            self.instance = Instance(args)
+            self.instance = open_instance(args)
         except (ConfigError, ValueError) as error:
             raise pb_utils.TritonModelException(str(error)) from error
 

@@ -31,6 +31,13 @@ class Reply:
             flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
             self._sender.send(response, flags=flags)
 
+    def finish(self) -> None:
+        """Ends the answer without a further response."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
     def refuse(self, error: RequestError) -> None:
         self.send(build_error(error), final=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ class Incoming:
     prompt: Prompt
     sampling: dict[str, Any]
     options: Options
+    deadline: float | None
+    """On the clock of time.monotonic."""
 
 
 def read_request(request: Any) -> Incoming:
@@ -61,7 +64,20 @@ def read_request(request: Any) -> Incoming:
         prompt=prompt,
         sampling=_sampling(request),
         options=_options(request, prompt),
+        deadline=_deadline(request),
     )
+
+
+def read_handover(request: Any) -> bytes:
+    value = _scalar(request, "handover")
+    if not isinstance(value, bytes):
+        raise invalid("handover is missing")
+    return value
+
+
+def build_handover(handover: bytes) -> Any:
+    data = np.array([handover], dtype=np.object_)
+    return pb_utils.InferenceResponse([pb_utils.Tensor("handover", data)])
 
 
 def build_response(request: Request, options: Options, output: Output) -> Any:
@@ -101,6 +117,18 @@ def _sampling(request: Any) -> dict[str, Any]:
     if (text := _string(request, "sampling_parameters")) is not None:
         sampling |= parse_json(text)
     return sampling
+
+
+def _deadline(request: Any) -> float | None:
+    """From the timeout in microseconds, which gRPC and HTTP bring on different ways."""
+    timeout = request.timeout() or json.loads(request.parameters() or "{}").get("timeout") or 0
+    try:
+        microseconds = int(timeout)
+    except (TypeError, ValueError):
+        raise invalid(f"timeout is {timeout!r}, must be an integer of microseconds") from None
+    if microseconds < 0:
+        raise invalid(f"timeout is {microseconds}, must not be negative")
+    return time.monotonic() + microseconds / 1e6 if microseconds else None
 
 
 def _options(request: Any, prompt: Prompt) -> Options:

@@ -74,11 +74,18 @@ class Stream:
         self._responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._client.start_stream(lambda result, error: self._responses.put((result, error)))
 
-    def send(self, inputs: Mapping[str, Any], parameters: Mapping[str, Any] | None = None) -> None:
+    def send(
+        self,
+        inputs: Mapping[str, Any],
+        parameters: Mapping[str, Any] | None = None,
+        timeout: int | None = None,
+    ) -> None:
+        """The timeout is in microseconds."""
         self._client.async_stream_infer(
             "sangam",
             [tensor(name, value) for name, value in inputs.items()],
             parameters=dict(parameters or {}),
+            timeout=timeout,
             enable_empty_final_response=True,
         )
 

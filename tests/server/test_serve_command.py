@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from server.harness import TINY, Serving, free_ports, run_sangam
 
@@ -125,9 +126,30 @@ def test_no_such_port(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     assert line == f"sangam: http_port is {port}, must be from 1 to 65535"
 
 
-def test_no_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = serve(monkeypatch, "--instances", "0")
-    assert line == "sangam: instances is 0, must be at least 1"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--instances=0"], "instances of sangam is 0, must be at least 1"),
+        (
+            ["--mode=hybrid", "--decode-instances=0"],
+            "instances of sangam_decode is 0, must be at least 1",
+        ),
+        (["--decode-instances=2"], "--decode-instances has no meaning in the mode colocated"),
+        (["--mode=hybrid", "--gpus=0"], "--gpus has no meaning in the mode hybrid"),
+        (
+            ["--mode=disaggregated", "--prefill-overflow-tokens=9"],
+            "prefill_overflow_tokens is of the mode hybrid, not disaggregated",
+        ),
+        (
+            ["--mode=disaggregated", "--decode-gpus=99"],
+            f"device is 'cuda:99', CUDA sees {torch.cuda.device_count()} devices",
+        ),
+    ],
+)
+def test_a_deployment_that_cannot_be(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert serve(monkeypatch, *options) == f"sangam: {message}"
 
 
 def test_no_libpython(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,14 @@ from server.harness import (
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.frontend import Prompt
-from sangam_backend.launcher import Endpoints, Server, find_triton, write_repository
+from sangam_backend.launcher import (
+    Deployment,
+    Endpoints,
+    Pool,
+    Server,
+    find_triton,
+    write_repository,
+)
 
 IDS = [72, 101, 108, 108, 111]
 LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 128}
@@ -119,7 +126,7 @@ def test_a_stub_follows_its_killed_server(tmp_path: Path) -> None:
 @pytest.fixture
 def failing_server(tmp_path: Path) -> Server:
     config = EngineConfig(model=str(TINY), device="cpu")
-    write_repository(tmp_path / "models", "colocated", config, 1)
+    write_repository(tmp_path / "models", Deployment("colocated", {"sangam": Pool()}), config)
     (tmp_path / "models/sangam/1/model.py").write_text(FAILING_MODEL.read_text())
     endpoints = Endpoints("127.0.0.1", *free_ports(3))
     return Server(find_triton(tmp_path), tmp_path / "models", endpoints, grace=5)

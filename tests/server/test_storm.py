@@ -92,11 +92,12 @@ def kill_clients(server: Serving, lines: list[dict[str, Any]]) -> None:
         client.join()
 
 
-def answers_alone(lines: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def generated(lines: list[dict[str, Any]], folder: Path, *options: str) -> list[dict[str, Any]]:
+    """What `sangam generate` answers."""
     source, target = folder / "input.jsonl", folder / "output.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ("--model", str(TINY), "--input", str(source), "--output", str(target))
-    done = run_sangam("generate", *options, "--max-batch-size", "1")
+    files = ("--model", str(TINY), "--input", str(source), "--output", str(target))
+    done = run_sangam("generate", *files, *options)
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     for answer in answers:
@@ -115,7 +116,7 @@ def test_storm(server: Serving, tmp_path: Path) -> None:
         for cancel in [*cancels, kills]:
             cancel.result()
     wait_for(server.is_idle, 5)
-    assert answers == answers_alone(staying, tmp_path)
+    assert answers == generated(staying, tmp_path, "--max-batch-size", "1")
     assert server.ask({"text_input": WORDS[0], "max_tokens": 4}).error is None
 
 

@@ -1,0 +1,3 @@
+from sangam_backend.server.model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

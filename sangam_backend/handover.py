@@ -1,0 +1,149 @@
+"""What a prefill instance tells a decode instance about a block, and how both know each other.
+
+Both are processes of one server. A handover passes through Triton, whose models any client may
+call, so it is signed with a key that lies, like the instances' sockets, in a directory of the
+server's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import json
+import os
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sangam_backend.request import ErrorCode, Prefilled, Request, RequestError, SamplingParams
+from sangam_backend.rules import Confidence, Unmasking
+
+KEY_BYTES = 32
+KEY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, told apart from later ones of the same number."""
+
+    pid: int
+    started: int
+    """In clock ticks after boot."""
+
+    @classmethod
+    def current(cls) -> Process:
+        return cls(os.getpid(), _start_time(os.getpid()) or 0)
+
+    def is_running(self) -> bool:
+        return _start_time(self.pid) == self.started
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A request at the start of one of its blocks."""
+
+    id: str
+    guard: bool
+    """Asks only to hold the step open while the owner lives."""
+    owner: Process
+    """The prefill instance, which waits for reports at `reply_to`."""
+    reply_to: str
+    request_id: str
+    arrival: float
+    """On the clock that all processes of a host share (time.monotonic)."""
+    prompt: list[int]
+    params: SamplingParams
+    canvas: list[int]
+    """Tokens of the blocks before."""
+    prefilled: Prefilled | None
+    """None where the decode instance has to run the prefill too."""
+    deadline: float | None
+    options: dict[str, Any]
+    """How the client wants to be answered."""
+
+    def to_bytes(self, key: bytes) -> bytes:
+        values = dataclasses.asdict(self)
+        values["params"] |= {
+            "unmasking": self.params.unmasking.value,
+            "confidence": self.params.confidence.value,
+        }
+        body = json.dumps(values).encode()
+        return _sign(body, key) + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes, key: bytes) -> Handover:
+        """Raises RequestError for what no prefill instance of this server has made."""
+        size = len(_sign(b"", key))
+        if not hmac.compare_digest(data[:size], _sign(data[size:], key)):
+            raise RequestError(
+                ErrorCode.INVALID_ARG, "handover was not made by a prefill instance of this server"
+            )
+        values = json.loads(data[size:])
+        params = values["params"] | {
+            "unmasking": Unmasking(values["params"]["unmasking"]),
+            "confidence": Confidence(values["params"]["confidence"]),
+            "stop": tuple(values["params"]["stop"]),
+        }
+        prefilled = values["prefilled"]
+        values |= {
+            "owner": Process(**values["owner"]),
+            "params": SamplingParams(**params),
+            "prefilled": None if prefilled is None else Prefilled(*prefilled),
+        }
+        return cls(**values)
+
+    def restore(self, request: Request) -> Request:
+        """Puts a new request of the same prompt and parameters where this one stands."""
+        request.arrival = self.arrival
+        request.resume(self.canvas, self.prefilled)
+        return request
+
+
+def meeting_place(server: int) -> Path:
+    """The directory where the instances of a server, a process id, find each other.
+
+    Raises:
+        PermissionError: it belongs to somebody else.
+    """
+    directory = Path(tempfile.gettempdir()) / f"sangam-{os.getuid()}" / str(server)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (directory.parent, directory):
+        path.chmod(0o700)
+    return directory
+
+
+def shared_key(directory: Path) -> bytes:
+    """The key of a server; the first instance to ask makes it."""
+    path = directory / "key"
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        return _read_key(path)
+    key = secrets.token_bytes(KEY_BYTES)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(key)
+    return key
+
+
+def _read_key(path: Path) -> bytes:
+    deadline = time.monotonic() + KEY_SECONDS
+    while len(key := path.read_bytes()) < KEY_BYTES:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} has been left unfinished")
+        time.sleep(0.01)
+    return key
+
+
+def _sign(body: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, body, "sha256")
+
+
+def _start_time(pid: int) -> int | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else int(fields[19])

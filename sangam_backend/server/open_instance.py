@@ -1,0 +1,30 @@
+"""From a Triton model's parameters to an instance of the role that they name."""
+
+from __future__ import annotations
+
+import json
+
+from sangam_backend.config import EngineConfig
+from sangam_backend.server.instance import Instance
+from sangam_backend.server.roles import DecodeInstance, PrefillInstance
+
+
+def open_instance(args: dict[str, str]) -> Instance:
+    """Makes an instance and starts it.
+
+    Raises:
+        ConfigError: a parameter or a checkpoint that cannot be served.
+    """
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    config = EngineConfig.from_strings(
+        {name: value["string_value"] for name, value in parameters.items()}
+    )
+    instance: Instance
+    if config.role == "prefill":
+        instance = PrefillInstance(args, config)
+    elif config.role == "decode":
+        instance = DecodeInstance(args, config)
+    else:
+        instance = Instance(args, config, peers=None)
+    instance.start()
+    return instance

@@ -1,0 +1,348 @@
+"""The halves of disaggregated serving, which together do what a colocated instance does.
+
+The ensemble is a pipeline of blocks. The prefill instance owns a request; for each block it sends
+one response, the handover, for which Triton starts a step on a decode instance. That one pulls the
+K/V, decodes the block, answers the client, and reports straight back; then comes the next block.
+
+Triton 24.10 never ends a request of a process that has died, and keeps one for ever that fails
+before the last of its steps has ended. Hence the guard: the first handover of a request only asks
+a decode instance to hold its step open, and to answer for the prefill instance should that die. And
+hence the order at the end: blocks, then the guard, then the prefill instance, which alone reports
+failures to the client.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sangam_backend.config import EngineConfig
+from sangam_backend.handover import Handover, Process, meeting_place, shared_key
+from sangam_backend.request import ErrorCode, Output, Prefilled, Request, RequestError
+from sangam_backend.server.instance import Client, Instance, error_of
+from sangam_backend.server.reply import Reply
+from sangam_backend.server.reports import Report, ReportReceiver, ReportSender
+from sangam_backend.server.wire import (
+    Options,
+    build_handover,
+    build_response,
+    read_handover,
+)
+
+BEAT_SECONDS = 1.0
+LEASE_SECONDS = 5.0
+"""Without a beat for so long, a decode instance is lost."""
+PICKUP_SECONDS = 10.0
+"""So long a block waits for a decode instance to take it, unless one says that it has no room."""
+
+
+@dataclass(slots=True)
+class Lent:
+    """A handover in another instance's hands."""
+
+    request: Request
+    guard: bool
+    """Whether it is the request's guard, else it is its current block."""
+    heard: float
+    """When the decode instance last gave a sign, or the handover was sent."""
+    address: str | None = None
+    """Of the decode instance that has taken it."""
+
+    def is_lost(self, now: float, pool_is_full: bool) -> bool:
+        silence = now - self.heard
+        if self.address is not None:
+            return silence > LEASE_SECONDS
+        return silence > PICKUP_SECONDS and not pool_is_full
+
+    def loss(self) -> RequestError:
+        if self.address is not None:
+            message = f"the decode instance was lost: no sign of it for {LEASE_SECONDS:g} s"
+        else:
+            message = f"no decode instance took a block over within {PICKUP_SECONDS:g} s"
+        return RequestError(ErrorCode.UNAVAILABLE, message)
+
+
+class Link:
+    """An instance's own address, and the way to those of others."""
+
+    def __init__(self, receive: Any) -> None:
+        directory = meeting_place(os.getppid())
+        self.key = shared_key(directory)
+        self.sender = ReportSender()
+        self.receiver = ReportReceiver(directory, str(os.getpid()), receive)
+
+    def send(self, address: str, kind: str, ids: list[str], **values: Any) -> None:
+        report = {"kind": kind, "ids": ids, "from": self.receiver.address} | values
+        self.sender.send(address, report)
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
+
+
+class PrefillInstance(Instance):
+    """Owns requests, runs their prefills, and hands their blocks over."""
+
+    def __init__(self, args: dict[str, str], config: EngineConfig) -> None:
+        super().__init__(args, config, peers=self)
+        self._owner = Process.current()
+        self._lent: dict[str, Lent] = {}
+        self._ended: dict[Request, RequestError | None] = {}
+        """Outcome of requests whose guard has still to leave."""
+        self._pool_full = 0.0
+        """When a decode instance last said that it takes no more."""
+        self._link = Link(self._receive)
+
+    def hand_over(self, request: Request, prefilled: Prefilled | None) -> None:
+        """See `Peers.hand_over`."""
+        self._outbox.put(lambda: self._send_handover(request, prefilled, guard=False))
+
+    def pulled(self, request: Request) -> None:
+        raise NotImplementedError("a prefill instance pulls nothing")
+
+    def close(self) -> None:
+        super().close()
+        self._link.close()
+
+    def _streams(self, options: Options) -> bool:
+        return False
+
+    def _num_held(self) -> int:
+        return len(self._clients) - sum(not lent.guard for lent in self._lent.values())
+
+    def _welcome(self, request: Request, client: Client) -> None:
+        self._send_handover(request, None, guard=True)
+
+    def _send_handover(self, request: Request, prefilled: Prefilled | None, guard: bool) -> None:
+        with self._room:
+            client = self._clients.get(request)
+            if client is None or request in self._ended:
+                return
+            id = secrets.token_hex(8)
+            self._lent[id] = Lent(request, guard, time.monotonic())
+            self._room.notify_all()
+        handover = Handover(
+            id=id,
+            guard=guard,
+            owner=self._owner,
+            reply_to=self._link.receiver.address,
+            request_id=request.request_id,
+            arrival=request.arrival,
+            prompt=[] if guard else request.prompt,
+            params=request.params,
+            canvas=request.canvas[: request.block * request.params.block_length],
+            prefilled=prefilled,
+            deadline=client.deadline,
+            options=asdict(client.options),
+        )
+        client.reply.send(build_handover(handover.to_bytes(self._link.key)), final=False)
+
+    def _receive(self, report: Report) -> None:
+        kind, now = report["kind"], time.monotonic()
+        if report.get("full"):
+            self._pool_full = now
+        for id in report["ids"]:
+            with self._room:
+                lent = self._lent.get(id)
+                if lent is None:
+                    continue
+                lent.heard, lent.address = now, report["from"]
+                if kind in ("done", "failed", "left"):
+                    del self._lent[id]
+            self._follow(kind, lent, report)
+
+    def _follow(self, kind: str, lent: Lent, report: Report) -> None:
+        request = lent.request
+        if kind == "taken" and lent.guard and request in self._ended:
+            self._dismiss_guard(request)
+        elif kind == "pulled":
+            self.engine.release(request)
+        elif kind == "done":
+            self.engine.take_back(request, report["tokens"], report["num_forwards"])
+        elif kind == "failed":
+            error = RequestError(ErrorCode(report["code"]), report["message"])
+            self.engine.cancel(request, error)
+        elif kind == "left":
+            self._answer(request)
+
+    def _send(self, request: Request, output: Output) -> None:
+        """Lets the guard go, after which the request can be ended."""
+        if request in self._clients:
+            self._ended[request] = error_of(output)
+            self._dismiss_guard(request)
+
+    def _dismiss_guard(self, request: Request) -> None:
+        with self._room:
+            guards = {
+                id: lent.address
+                for id, lent in self._lent.items()
+                if lent.guard and lent.request is request
+            }
+        if not guards:
+            self._answer(request)
+        for id, address in guards.items():
+            if address is not None:
+                self._link.send(address, "dismiss", [id])
+
+    def _answer(self, request: Request) -> None:
+        """Ends a request; its text the decode instances have sent."""
+        client = self._take_client(request, done=True)
+        error = self._ended.pop(request, None)
+        if client is None:
+            return
+        if error is not None:
+            client.reply.refuse(error)
+        else:
+            client.reply.finish()
+
+    def _may_end(self, request: Request) -> bool:
+        """Not while a decode instance works on its block, which then ends it first."""
+        with self._room:
+            return all(lent.guard or lent.request is not request for lent in self._lent.values())
+
+    def _watch(self, now: float) -> None:
+        with self._room:
+            pool_is_full = now - self._pool_full < LEASE_SECONDS
+            lost = [id for id, lent in self._lent.items() if lent.is_lost(now, pool_is_full)]
+            losses = [self._lent.pop(id) for id in lost]
+        for lent in losses:
+            if lent.guard and lent.request in self._ended:
+                self._ended[lent.request] = self._ended[lent.request] or lent.loss()
+                self._answer(lent.request)
+            self.engine.cancel(lent.request, lent.loss())
+
+
+class DecodeInstance(Instance):
+    """Decodes blocks that prefill instances hand over, and answers their clients."""
+
+    def __init__(self, args: dict[str, str], config: EngineConfig) -> None:
+        super().__init__(args, config, peers=self)
+        self._held: dict[str, Handover] = {}
+        """From the moment of arrival, in the backlog's queue too."""
+        self._guarded: dict[str, Reply] = {}
+        self._handovers: dict[Request, Handover] = {}
+        self._owners: set[str] = set()
+        """Addresses of the prefill instances."""
+        self._next_beat = 0.0
+        self._link = Link(self._receive)
+
+    def hand_over(self, request: Request, prefilled: Prefilled | None) -> None:
+        raise NotImplementedError("a decode instance hands nothing over")
+
+    def pulled(self, request: Request) -> None:
+        """See `Peers.pulled`."""
+        if (handover := self._handovers.get(request)) is not None:
+            self._report(handover, "pulled")
+
+    def close(self) -> None:
+        super().close()
+        for reply in self._guarded.values():
+            reply.finish()
+        self._link.close()
+
+    def _is_drained(self) -> bool:
+        return not self._clients and not self._held
+
+    def _accept(self, triton_request: Any, reply: Reply) -> None:
+        handover = Handover.from_bytes(read_handover(triton_request), self._link.key)
+        with self._room:
+            self._held[handover.id] = handover
+            self._owners.add(handover.reply_to)
+            if handover.guard:
+                self._guarded[handover.id] = reply
+        self._report(handover, "taken")
+        if handover.guard:
+            return
+        try:
+            if reply.is_cancelled():
+                raise RequestError(ErrorCode.CANCELLED, "the client cancelled")
+            self._take_over(handover, reply)
+        except Exception as error:
+            self._give_back(handover, reply, error)
+
+    def _take_over(self, handover: Handover, reply: Reply) -> None:
+        options = Options(**handover.options)
+        request = self.engine.frontend.restore_request(handover, options.stream)
+        self._handovers[request] = handover
+        self._admit(request, Client(reply, options, handover.deadline))
+
+    def _give_back(self, handover: Handover, reply: Reply, error: Exception) -> None:
+        """Leaves it to the prefill instance to refuse the client."""
+        if not isinstance(error, RequestError):
+            error = RequestError(ErrorCode.INTERNAL, repr(error))
+        self._end_step(handover, reply)
+        self._report(handover, "failed", code=error.code.value, message=str(error))
+
+    def _send(self, request: Request, output: Output) -> None:
+        client = self._take_client(request, output.done)
+        if client is None:
+            return
+        handover = self._handovers.pop(request) if output.done else self._handovers[request]
+        if (error := error_of(output)) is not None:
+            self._give_back(handover, client.reply, error)
+            return
+        if output.ids or output.text or output.finish_reason is not None:
+            client.reply.send(build_response(request, client.options, output), output.done)
+        if output.done:
+            # The next block's text comes after this report, so it cannot overtake this one's.
+            self._end_step(handover, client.reply)
+            self._report_done(request, handover)
+
+    def _end_step(self, handover: Handover, reply: Reply) -> None:
+        reply.finish()
+        with self._room:
+            self._held.pop(handover.id, None)
+            self._room.notify_all()
+
+    def _report_done(self, request: Request, handover: Handover) -> None:
+        start = len(handover.canvas)
+        tokens = request.canvas[start : start + request.params.block_length]
+        self._report(handover, "done", tokens=tokens, num_forwards=request.num_forwards)
+
+    def _report(self, handover: Handover, kind: str, **values: Any) -> None:
+        self._link.send(handover.reply_to, kind, [handover.id], **values)
+
+    def _receive(self, report: Report) -> None:
+        """A prefill instance needs a guard no longer."""
+        for id in report["ids"]:
+            with self._room:
+                reply, handover = self._guarded.pop(id, None), self._held.get(id)
+            if reply is not None and handover is not None:
+                self._end_step(handover, reply)
+                self._report(handover, "left")
+
+    def _watch(self, now: float) -> None:
+        if now < self._next_beat:
+            return
+        self._next_beat = now + BEAT_SECONDS
+        self._beat()
+        self._look_after_orphans()
+
+    def _beat(self) -> None:
+        with self._room:
+            ids: dict[str, list[str]] = {address: [] for address in self._owners}
+            for handover in self._held.values():
+                ids.setdefault(handover.reply_to, []).append(handover.id)
+            full = self._num_held() >= self._backlog
+        for address, held in ids.items():
+            self._link.send(address, "beat", held, full=full)
+
+    def _look_after_orphans(self) -> None:
+        """Answers for prefill instances that have died."""
+        error = RequestError(ErrorCode.UNAVAILABLE, "the prefill instance was lost")
+        with self._room:
+            orphans = [h for h in self._held.values() if not h.owner.is_running()]
+            guarded = [self._guarded.pop(h.id) for h in orphans if h.guard]
+            for handover in orphans:
+                self._owners.discard(handover.reply_to)
+                if handover.guard:
+                    del self._held[handover.id]
+        ids = {handover.id for handover in orphans}
+        for request, handover in list(self._handovers.items()):
+            if handover.id in ids:
+                self.engine.cancel(request, error)
+        for reply in guarded:
+            reply.refuse(error)

@@ -1,0 +1,220 @@
+"""Disaggregated and hybrid serving give the colocated answers, whatever dies on the way."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from server.harness import Answer, Serving, Stream, serving, wait_for
+from server.test_storm import generated, inputs_of, make_line
+
+REQUESTS = 200
+LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 256}
+
+
+class Topology(NamedTuple):
+    mode: str
+    prefill: int
+    decode: int
+    options: tuple[str, ...] = ()
+
+    def serve(self, log: Path, *options: str) -> Any:
+        return serving(
+            log,
+            f"--mode={self.mode}",
+            f"--prefill-instances={self.prefill}",
+            f"--decode-instances={self.decode}",
+            "--kv-cache-tokens=8192",
+            *self.options,
+            *options,
+        )
+
+
+OVERFLOWING = ("--prefill-overflow-tokens=200",)
+TOPOLOGIES = [
+    Topology("disaggregated", 1, 1),
+    Topology("disaggregated", 2, 2),
+    Topology("hybrid", 1, 2, OVERFLOWING),
+    Topology("hybrid", 2, 1, OVERFLOWING),
+]
+
+
+def stubs(server: Serving, model: str) -> list[int]:
+    """The processes of a model's instances."""
+    named = f"{model}_0_".encode()
+    return [pid for pid in server.tree()[1] if named in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    return [make_line(number) for number in range(REQUESTS)]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    lines: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    return generated(lines, tmp_path_factory.mktemp("colocated"))
+
+
+def ask(server: Serving, line: dict[str, Any]) -> dict[str, Any]:
+    answer = server.ask(inputs_of(line, stream=random.Random(line["id"]).random() < 0.5))
+    assert (answer.error, answer.finals) == (None, 1)
+    return {
+        "id": line["id"],
+        "output_ids": answer.ids,
+        "text_output": answer.text,
+        "finish_reason": answer.finish_reason,
+    }
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: f"{t.mode}-{t.prefill}-{t.decode}")
+def test_answers_are_the_colocated_ones(
+    topology: Topology,
+    lines: list[dict[str, Any]],
+    expected: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    with topology.serve(tmp_path / "log") as server, ThreadPoolExecutor(40) as pool:
+        answers = list(pool.map(lambda line: ask(server, line), lines))
+        assert answers == expected
+        wait_for(server.is_idle, 5)
+        gauges = server.gauges()
+        assert gauges["sangam_blocks_handed_over_total"] > REQUESTS / 2
+        assert gauges["sangam_kv_pulled_bytes_total"] > 0
+        assert bool(gauges["sangam_prefill_overflows_total"]) == (topology.mode == "hybrid")
+        status, text = server.generate({"text_input": "Add 4363 and 75.", "max_tokens": 8})
+        assert status == 200, text
+
+
+def send(server: Serving, **options: Any) -> Stream:
+    stream = Stream(server.grpc_url)
+    sampling = LONG | options
+    stream.send({"input_ids": [1, 2, 3], "stream": True, "sampling_parameters": sampling})
+    return stream
+
+
+def first_piece(stream: Stream) -> Answer:
+    answer = Answer()
+    while not answer.pieces and answer.error is None:
+        stream.receive_into(answer)
+    return answer
+
+
+def end(stream: Stream, answer: Answer) -> Answer:
+    while not (answer.finals or answer.error):
+        stream.receive_into(answer)
+    stream.close()
+    return answer
+
+
+def test_a_client_that_leaves_stops_at_its_next_block(tmp_path: Path) -> None:
+    with Topology("disaggregated", 1, 1).serve(tmp_path / "log") as server:
+        for _ in range(3):
+            stream = send(server, max_tokens=1024)
+            first_piece(stream)
+            stream.close(cancel=True)
+            wait_for(server.is_idle, 5)
+        assert end(send(server), Answer()).error is None
+
+
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated", "hybrid"])
+def test_a_timeout_ends_the_request(mode: str, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", f"--mode={mode}") as server:
+        stream = Stream(server.grpc_url)
+        inputs = {"input_ids": [1, 2, 3], "stream": True}
+        sampling = LONG | {"max_tokens": 1024}
+        stream.send({**inputs, "sampling_parameters": sampling}, timeout=700_000)
+        started = time.monotonic()
+        answer = stream.receive()
+        stream.close()
+        assert answer.error is not None
+        assert "[CANCELLED] the request ran longer than its timeout" in answer.error
+        assert 0.6 < time.monotonic() - started < 3
+        wait_for(server.is_idle, 5)
+        body = {"text_input": "Hi", "timeout": 300_000, **LONG, "max_tokens": 1024}
+        status, text = server.generate(body)
+        assert status != 200
+        assert "ran longer than its timeout" in text
+        wait_for(server.is_idle, 5)
+
+
+def test_a_full_pool_on_either_side_only_delays(tmp_path: Path) -> None:
+    options = ("--kv-cache-tokens=600", "--max-batch-size=2")
+    with Topology("disaggregated", 1, 1).serve(tmp_path / "log", *options) as server:
+        streams = [send(server, max_tokens=96) for _ in range(5)]
+        for stream in streams:
+            assert end(stream, Answer()).error is None
+        wait_for(server.is_idle, 5)
+        status, text = server.http("/v2/models/sangam_decode/generate", {"handover": "forged"})
+        assert status == 400
+        assert "[INVALID_ARG] handover was not made by a prefill instance" in text
+
+
+def test_a_frozen_decode_instance_is_given_up(tmp_path: Path) -> None:
+    """As when a report is lost: the lease runs out, and late reports change nothing."""
+    with Topology("disaggregated", 1, 1).serve(tmp_path / "log", "--grace=5") as server:
+        # One block, so that Triton has no step to start meanwhile.
+        stream = send(server, max_tokens=128, block_length=128)
+        wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0, 10)
+        (pid,) = stubs(server, "sangam_decode")
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        answer = end(stream, Answer())
+        assert answer.error is not None
+        assert "the decode instance was lost" in answer.error
+        assert time.monotonic() - started < 8
+        os.kill(pid, signal.SIGCONT)
+        wait_for(server.is_idle, 15)
+        assert end(send(server), Answer()).error is None
+
+
+def test_a_prefill_instance_that_dies_takes_only_its_own_requests(tmp_path: Path) -> None:
+    """Their clients hear of it within 3 s, those that wait for a prefill too."""
+    with Topology("disaggregated", 2, 1).serve(
+        tmp_path / "log", "--backlog=2", "--grace=5"
+    ) as server:
+        streams = [send(server, seed=number) for number in range(8)]
+        wait_for(lambda: server.gauges()["sangam_blocks_handed_over_total"] > 4, 20)
+        os.kill(stubs(server, "sangam_prefill")[0], signal.SIGKILL)
+        killed = time.monotonic()
+        with ThreadPoolExecutor(len(streams)) as pool:
+            answers = list(pool.map(lambda stream: end_at(stream), streams))
+        errors = [(answer.error, at - killed) for answer, at in answers if answer.error]
+        assert 0 < len(errors) < len(streams)
+        for error, seconds in errors:
+            assert "the prefill instance was lost" in error
+            assert seconds < 3
+        for answer, _ in answers:
+            assert answer.error or len(answer.ids) == LONG["max_tokens"]
+
+
+def end_at(stream: Stream) -> tuple[Answer, float]:
+    return end(stream, Answer()), time.monotonic()
+
+
+def test_clients_of_a_dead_decode_instance_hear_of_it(tmp_path: Path) -> None:
+    with Topology("disaggregated", 1, 1).serve(tmp_path / "log", "--grace=5") as server:
+        streams = [send(server, seed=number) for number in range(4)]
+        wait_for(lambda: server.gauges()["sangam_blocks_handed_over_total"] > 2, 20)
+        os.kill(stubs(server, "sangam_decode")[0], signal.SIGKILL)
+        started = time.monotonic()
+        for stream in streams:
+            error = end(stream, Answer()).error
+            assert error is not None
+            assert "the decode instance was lost" in error or "is not healthy" in error
+        assert time.monotonic() - started < 8
+        wait_for(lambda: pages_used(server, "sangam_prefill") == 0, 15)
+
+
+def pages_used(server: Serving, model: str) -> float:
+    _, text = server.http("/metrics", port=2)
+    found = re.findall(rf'^sangam_kv_pages_used{{.*model="{model}".*}} (\S+)$', text, re.M)
+    return sum(map(float, found))
