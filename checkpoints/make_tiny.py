@@ -1,52 +1,149 @@
-"""Make the two small checkpoints beside this script: `python checkpoints/make_tiny.py`.
-
-tiny-llada keeps its trained weights and gets its tokenizer files; tiny-dream is made whole.
-"""
+"""Write all of the two small checkpoints but the weights, which train.py makes."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import torch
-from safetensors.torch import save
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tasks import NAMES, TASKS, generate
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).parent
-SEED = 0
-BYTES = 256
-EMBEDDING_ROWS = 320
 CONTEXT = 2048
+HEAD_DIM = 64
+BYTES = 256
+TEXT_TOKENS = 824
+EMBEDDING_ROWS = 832
 
-LLADA_SPECIALS = [
-    "<|startoftext|>",
-    "<|endoftext|>",
-    "<|mdm_mask|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-]
-LLADA_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if loop.first %}{{ bos_token }}{% endif %}"
-    r"{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-    "{{ message['content'] | trim }}{{ '<|eot_id|>' }}"
-    "{% endfor %}"
-    r"{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+# How Qwen2 splits text before merging: digits stand alone, a word takes the space before it.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-DREAM_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|beginoftext|>", "<|mask|>"]
-DREAM_TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}"
-    r"{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
-    "{% endif %}"
-    "{% for message in messages %}"
-    r"{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What tells the two models apart."""
+
+    specials: tuple[str, ...]
+    mask: str
+    turn_end: str
+    chat_template: str
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    norm_eps: float
+    qkv_bias: bool
+    logit_shift: int
+    """The logits at a position are those of the token this far ahead."""
+    rope_theta: float = 10000.0
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * HEAD_DIM
+
+    def token_id(self, special: str) -> int:
+        return TEXT_TOKENS + self.specials.index(special)
+
+    @property
+    def mask_id(self) -> int:
+        return self.token_id(self.mask)
+
+    @property
+    def turn_end_id(self) -> int:
+        return self.token_id(self.turn_end)
+
+    @property
+    def eos_id(self) -> int:
+        return self.token_id("<|endoftext|>")
+
+
+LLADA = Family(
+    specials=(
+        "<|startoftext|>",
+        "<|endoftext|>",
+        "<|mdm_mask|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ),
+    mask="<|mdm_mask|>",
+    turn_end="<|eot_id|>",
+    chat_template=(
+        "{% for message in messages %}"
+        "{% if loop.first %}{{ bos_token }}{% endif %}"
+        r"{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+        "{{ message['content'] | trim }}{{ '<|eot_id|>' }}"
+        "{% endfor %}"
+        r"{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    ),
+    layers=7,
+    heads=4,
+    kv_heads=4,
+    inner=320,
+    norm_eps=1e-5,
+    qkv_bias=False,
+    logit_shift=0,
 )
+DREAM = Family(
+    specials=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|beginoftext|>", "<|mask|>"),
+    mask="<|mask|>",
+    turn_end="<|im_end|>",
+    chat_template=(
+        "{% if messages[0]['role'] != 'system' %}"
+        r"{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
+        "{% endif %}"
+        "{% for message in messages %}"
+        r"{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+        "{% endfor %}"
+        r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    layers=7,
+    heads=4,
+    kv_heads=2,
+    inner=384,
+    norm_eps=1e-6,
+    qkv_bias=True,
+    logit_shift=1,
+)
+FAMILIES = {"llada": LLADA, "dream": DREAM}
+
+
+@cache
+def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Byte-level BPE trained on generated items: each token's id, and the merges.
+
+    The first ids are the bytes themselves, then come the merges in order.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TEXT_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    merges = [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    tokens = byte_characters() + [left + right for left, right in merges]
+    return {token: index for index, token in enumerate(tokens)}, merges
+
+
+def corpus() -> Iterator[str]:
+    rng = Random(0)
+    yield from ["You are a helpful assistant.", "system", "user", "assistant"] * 1000
+    yield from NAMES * 300
+    for task in TASKS:
+        for _ in range(1500 if task == "count" else 500):
+            item = generate(rng, task)
+            yield from (item.prompt, item.answer)
 
 
 def byte_characters() -> list[str]:
@@ -56,95 +153,149 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(BYTES)]
 
 
-def byte_vocabulary() -> dict[str, int]:
-    return {character: byte for byte, character in enumerate(byte_characters())}
+def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
 
 
-def special_ids(specials: list[str]) -> dict[str, int]:
-    return {content: BYTES + index for index, content in enumerate(specials)}
-
-
-def added_tokens_decoder(specials: list[str]) -> dict[str, dict[str, Any]]:
-    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    return {
-        str(token): {"content": content, **flags, "special": True}
-        for content, token in special_ids(specials).items()
-    }
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def write_llada_tokenizer(directory: Path) -> None:
-    tokenizer = Tokenizer(models.BPE(vocab=byte_vocabulary(), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+def build_tokenizer(family: Family) -> Tokenizer:
+    vocab, merges = vocabulary()
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(content, normalized=False, special=True) for content in LLADA_SPECIALS]
+        [AddedToken(content, normalized=False, special=True) for content in family.specials]
     )
-    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
 
-    named = {"bos_token": LLADA_SPECIALS[0], "eos_token": LLADA_SPECIALS[1]}
+
+def write(family: str, directory: Path) -> None:
+    """Writes all of a checkpoint but its weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (write_llada if family == "llada" else write_dream)(directory)
+
+
+def write_llada(directory: Path) -> None:
+    named = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}
     named["pad_token"] = named["eos_token"]
+    build_tokenizer(LLADA).save(str(directory / "tokenizer.json"))
     write_json(directory / "special_tokens_map.json", named)
-    write_json(
-        directory / "tokenizer_config.json",
-        {
-            "add_bos_token": False,
-            "add_eos_token": False,
-            "added_tokens_decoder": added_tokens_decoder(LLADA_SPECIALS),
-            **named,
-            "chat_template": LLADA_TEMPLATE,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": CONTEXT,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
-    )
-
-
-def make_llada(directory: Path) -> None:
-    write_llada_tokenizer(directory)
-    ids = special_ids(LLADA_SPECIALS)
+    write_json(directory / "tokenizer_config.json", llada_tokenizer_config(named))
+    write_json(directory / "config.json", llada_config())
     write_json(
         directory / "generation_config.json",
-        {"bos_token_id": ids["<|startoftext|>"], "eos_token_id": ids["<|endoftext|>"]},
+        {"bos_token_id": LLADA.token_id("<|startoftext|>"), "eos_token_id": LLADA.eos_id},
     )
 
 
-def write_dream_tokenizer(directory: Path) -> None:
-    write_json(directory / "vocab.json", byte_vocabulary())
-    (directory / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    write_json(directory / "added_tokens.json", special_ids(DREAM_SPECIALS))
-
+def write_dream(directory: Path) -> None:
+    vocab, merges = vocabulary()
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     named = {
         "bos_token": "<|beginoftext|>",
         "eos_token": "<|endoftext|>",
         "mask_token": "<|mask|>",
         "pad_token": "<|endoftext|>",
     }
-    write_json(directory / "special_tokens_map.json", named)
+    write_json(directory / "vocab.json", vocab)
+    (directory / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_json(
-        directory / "tokenizer_config.json",
-        {
-            "add_bos_token": False,
-            "add_prefix_space": False,
-            "added_tokens_decoder": added_tokens_decoder(DREAM_SPECIALS),
-            "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
-            **named,
-            "chat_template": DREAM_TEMPLATE,
-            "clean_up_tokenization_spaces": False,
-            "errors": "replace",
-            "model_max_length": CONTEXT,
-            "split_special_tokens": False,
-            "tokenizer_class": "DreamTokenizer",
-            "unk_token": None,
-        },
+        directory / "added_tokens.json",
+        {content: DREAM.token_id(content) for content in DREAM.specials},
     )
+    write_json(directory / "special_tokens_map.json", named)
+    write_json(directory / "tokenizer_config.json", dream_tokenizer_config(named))
+    write_json(directory / "config.json", dream_config())
+    write_json(directory / "generation_config.json", dream_generation_config())
+
+
+def llada_tokenizer_config(named: dict[str, str]) -> dict[str, Any]:
+    return {
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "added_tokens_decoder": added_tokens_decoder(LLADA),
+        **named,
+        "chat_template": LLADA.chat_template,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
+def dream_tokenizer_config(named: dict[str, str]) -> dict[str, Any]:
+    return {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": added_tokens_decoder(DREAM),
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        **named,
+        "chat_template": DREAM.chat_template,
+        "clean_up_tokenization_spaces": False,
+        "errors": "replace",
+        "model_max_length": CONTEXT,
+        "split_special_tokens": False,
+        "tokenizer_class": "DreamTokenizer",
+        "unk_token": None,
+    }
+
+
+def added_tokens_decoder(family: Family) -> dict[str, dict[str, Any]]:
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    return {
+        str(family.token_id(content)): {"content": content, **flags, "special": True}
+        for content in family.specials
+    }
+
+
+def llada_config() -> dict[str, Any]:
+    return {
+        "activation_type": "silu",
+        "alibi": False,
+        "architectures": ["LLaDAModelLM"],
+        "attention_dropout": 0.0,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "d_model": LLADA.hidden,
+        "embedding_dropout": 0.0,
+        "embedding_size": EMBEDDING_ROWS,
+        "eos_token_id": LLADA.eos_id,
+        "flash_attention": False,
+        "include_bias": False,
+        "include_qkv_bias": LLADA.qkv_bias,
+        "init_device": "cpu",
+        "init_fn": "mitchell",
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "mask_token_id": LLADA.mask_id,
+        "max_sequence_length": CONTEXT,
+        "mlp_hidden_size": LLADA.inner,
+        "mlp_ratio": 4,
+        "model_type": "llada",
+        "multi_query_attention": None,
+        "n_heads": LLADA.heads,
+        "n_kv_heads": LLADA.kv_heads,
+        "n_layers": LLADA.layers,
+        "pad_token_id": LLADA.eos_id,
+        "residual_dropout": 0.0,
+        "rms_norm_eps": LLADA.norm_eps,
+        "rope": True,
+        "rope_full_precision": True,
+        "rope_theta": LLADA.rope_theta,
+        "scale_logits": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": EMBEDDING_ROWS,
+        "weight_tying": False,
+    }
 
 
 def dream_config() -> dict[str, Any]:
-    ids = special_ids(DREAM_SPECIALS)
     return {
         "architectures": ["DreamModel"],
         "attention_dropout": 0.0,
@@ -152,23 +303,23 @@ def dream_config() -> dict[str, Any]:
             "AutoConfig": "configuration_dream.DreamConfig",
             "AutoModel": "modeling_dream.DreamModel",
         },
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|endoftext|>"],
+        "bos_token_id": DREAM.eos_id,
+        "eos_token_id": DREAM.eos_id,
         "hidden_act": "silu",
-        "hidden_size": 256,
+        "hidden_size": DREAM.hidden,
         "initializer_range": 0.02,
-        "intermediate_size": 384,
-        "mask_token_id": ids["<|mask|>"],
+        "intermediate_size": DREAM.inner,
+        "mask_token_id": DREAM.mask_id,
         "max_position_embeddings": CONTEXT,
-        "max_window_layers": 3,
+        "max_window_layers": DREAM.layers,
         "model_type": "Dream",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "pad_token_id": ids["<|endoftext|>"],
-        "rms_norm_eps": 1e-06,
+        "num_attention_heads": DREAM.heads,
+        "num_hidden_layers": DREAM.layers,
+        "num_key_value_heads": DREAM.kv_heads,
+        "pad_token_id": DREAM.eos_id,
+        "rms_norm_eps": DREAM.norm_eps,
         "rope_scaling": None,
-        "rope_theta": 1000000.0,
+        "rope_theta": DREAM.rope_theta,
         "sliding_window": None,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
@@ -179,15 +330,14 @@ def dream_config() -> dict[str, Any]:
 
 
 def dream_generation_config() -> dict[str, Any]:
-    ids = special_ids(DREAM_SPECIALS)
     return {
         "alg": "origin",
         "alg_temp": None,
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|endoftext|>"],
+        "bos_token_id": DREAM.eos_id,
+        "eos_token_id": DREAM.eos_id,
         "eps": 0.001,
         "mask_token_id": None,
-        "pad_token_id": ids["<|endoftext|>"],
+        "pad_token_id": DREAM.eos_id,
         "steps": 512,
         "temperature": 0.0,
         "top_k": None,
@@ -195,86 +345,17 @@ def dream_generation_config() -> dict[str, Any]:
     }
 
 
-class Normals:
-    """Seeded normal tensors; the scales give sharp, position-dependent attention."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def matrix(self, rows: int, columns: int, gain: float) -> torch.Tensor:
-        return self._draw(rows, columns) * gain / math.sqrt(columns)
-
-    def embedding(self, rows: int, columns: int) -> torch.Tensor:
-        return self._draw(rows, columns)
-
-    def norm(self, size: int) -> torch.Tensor:
-        return 1 + 0.1 * self._draw(size)
-
-    def bias(self, size: int) -> torch.Tensor:
-        return 0.2 * self._draw(size)
-
-    def _draw(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator)
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def dream_layer(normals: Normals, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    return {
-        "input_layernorm.weight": normals.norm(hidden),
-        "self_attn.q_proj.weight": normals.matrix(hidden, hidden, 2.5),
-        "self_attn.q_proj.bias": normals.bias(hidden),
-        "self_attn.k_proj.weight": normals.matrix(kv, hidden, 2.5),
-        "self_attn.k_proj.bias": normals.bias(kv),
-        "self_attn.v_proj.weight": normals.matrix(kv, hidden, 1.5),
-        "self_attn.v_proj.bias": normals.bias(kv),
-        "self_attn.o_proj.weight": normals.matrix(hidden, hidden, 1.5),
-        "post_attention_layernorm.weight": normals.norm(hidden),
-        "mlp.gate_proj.weight": normals.matrix(inner, hidden, 1.5),
-        "mlp.up_proj.weight": normals.matrix(inner, hidden, 1.5),
-        "mlp.down_proj.weight": normals.matrix(hidden, inner, 1.5),
-    }
-
-
-def dream_shards(config: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    normals = Normals(SEED)
-    rows, hidden = config["vocab_size"], config["hidden_size"]
-    first = {"model.embed_tokens.weight": normals.embedding(rows, hidden)}
-    second: dict[str, torch.Tensor] = {}
-    for index in range(config["num_hidden_layers"]):
-        shard = first if index < config["num_hidden_layers"] // 2 else second
-        for name, tensor in dream_layer(normals, config).items():
-            shard[f"model.layers.{index}.{name}"] = tensor
-    second["model.norm.weight"] = normals.norm(hidden)
-    head = normals.matrix(rows, hidden, 6.0)
-    head[config["mask_token_id"]] = 0.0
-    second["lm_head.weight"] = head
-    shards = [first, second]
-    return [{name: tensor.bfloat16() for name, tensor in s.items()} for s in shards]
-
-
-def write_shards(directory: Path, shards: list[dict[str, torch.Tensor]]) -> None:
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        (directory / name).write_bytes(save(shard, metadata={"format": "pt"}))
-        places |= dict.fromkeys(shard, name)
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    write_json(
-        directory / "model.safetensors.index.json",
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))},
-    )
-
-
-def make_dream(directory: Path) -> None:
-    directory.mkdir(exist_ok=True)
-    config = dream_config()
-    write_json(directory / "config.json", config)
-    write_json(directory / "generation_config.json", dream_generation_config())
-    write_dream_tokenizer(directory)
-    write_shards(directory, dream_shards(config))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=HERE, help="holds both checkpoints")
+    out = parser.parse_args().out
+    for family in FAMILIES:
+        write(family, out / f"tiny-{family}")
 
 
 if __name__ == "__main__":
-    make_llada(HERE / "tiny-llada")
-    make_dream(HERE / "tiny-dream")
+    main()
