@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from perf import quality
+import quality
 
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
 TASKS = ("subtract", "sort", "repeat")

@@ -1,0 +1,276 @@
+"""Open-loop load on a server over gRPC: every request is sent when it is due.
+
+    python perf/bench_serve.py --url localhost:8001 --rate 4 --requests 200 --output load
+    python perf/bench_serve.py --model CHECKPOINT --mode hybrid --trace trace.jsonl --output load
+
+The first loads a running server, the second starts one. The output is a folder: summary.json,
+requests.csv, and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import csv
+import json
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sangam_client import AsyncClient, Client, SangamError
+from tqdm import tqdm
+from workload import Job, make_jobs, read_trace
+
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+START_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request; all times in seconds."""
+
+    arrival: float
+    """When it was due, after the start of the load."""
+    late: float = 0.0
+    """How much later it was sent: the load generator's own fault."""
+    first_text: float = math.nan
+    """From its arrival to the first committed text."""
+    latency: float = math.nan
+    """From its arrival to its end."""
+    commits: list[float] = field(default_factory=list)
+    """Between one piece of text and the next."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """Up to the end of the answer, not of the canvas."""
+    error: str = ""
+
+    @property
+    def normalised(self) -> float:
+        """Latency by output token."""
+        return self.latency / max(self.output_tokens, 1)
+
+
+async def send(
+    client: AsyncClient, job: Job, started: float, deadline: float, sampling: dict[str, Any]
+) -> Outcome:
+    await asyncio.sleep(max(0.0, started + job.arrival - time.perf_counter()))
+    due = started + job.arrival
+    outcome = Outcome(job.arrival, late=time.perf_counter() - due)
+    options = sampling | {"max_tokens": job.max_tokens, "seed": job.seed}
+    last = 0.0
+    try:
+        async for chunk in client.stream(job.prompt, timeout=deadline, **options):
+            now = time.perf_counter() - due
+            if chunk.output_ids:
+                if last:
+                    outcome.commits.append(now - last)
+                else:
+                    outcome.first_text = now
+                last = now
+            outcome.prompt_tokens = chunk.num_input_tokens or outcome.prompt_tokens
+            outcome.output_tokens += chunk.num_output_tokens or 0
+        outcome.latency = time.perf_counter() - due
+    except SangamError as error:
+        outcome.error = str(error)
+    return outcome
+
+
+async def run_load(
+    url: str, jobs: Sequence[Job], deadline: float, sampling: dict[str, Any]
+) -> tuple[list[Outcome], float]:
+    """The outcomes in the order of the jobs, and how long the load took."""
+    async with AsyncClient(url) as client:
+        started = time.perf_counter()
+        tasks = [
+            asyncio.create_task(send(client, job, started, deadline, sampling)) for job in jobs
+        ]
+        with tqdm(total=len(tasks), unit="request") as bar:
+            for done in asyncio.as_completed(tasks):
+                await done
+                bar.update()
+        return [task.result() for task in tasks], time.perf_counter() - started
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Quantiles and the largest of what is a number."""
+    ordered = sorted(value for value in values if not math.isnan(value))
+    if not ordered:
+        return {}
+    chosen = {
+        f"p{100 * q:g}": ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1)]
+        for q in QUANTILES
+    }
+    return {name: round(value, 4) for name, value in (chosen | {"max": ordered[-1]}).items()}
+
+
+def summarise(outcomes: Sequence[Outcome], seconds: float, sla: dict[str, float]) -> dict[str, Any]:
+    """What an operator asks of a load test."""
+    good = [outcome for outcome in outcomes if not outcome.error]
+    tokens = sum(outcome.output_tokens for outcome in good)
+    met = [outcome for outcome in good if meets(outcome, sla)]
+    failures: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.error:
+            failures[outcome.error] = failures.get(outcome.error, 0) + 1
+    return {
+        "requests": len(outcomes),
+        "failed": len(outcomes) - len(good),
+        "failures": failures,
+        "seconds": round(seconds, 3),
+        "requests/s": round(len(good) / seconds, 3),
+        "output tokens/s": round(tokens / seconds, 1),
+        "first text": spread([outcome.first_text for outcome in good]),
+        "between commits": spread([gap for outcome in good for gap in outcome.commits]),
+        "latency": spread([outcome.latency for outcome in good]),
+        "latency by token": spread([outcome.normalised for outcome in good]),
+        "sent late": spread([outcome.late for outcome in outcomes]),
+        "sla": sla,
+        "goodput requests/s": round(len(met) / seconds, 3),
+    }
+
+
+def meets(outcome: Outcome, sla: dict[str, float]) -> bool:
+    """Whether a request kept every limit; one that was never reached keeps none."""
+    values = {
+        "first_text": outcome.first_text,
+        "latency": outcome.latency,
+        "commit": max(outcome.commits, default=0.0),
+    }
+    return all(values[name] <= limit for name, limit in sla.items())
+
+
+def parse_sla(texts: Sequence[str]) -> dict[str, float]:
+    """`first_text=2`, `latency=10`, `commit=0.5`: seconds that a request may take."""
+    sla = {}
+    for text in texts:
+        name, _, limit = text.partition("=")
+        if name not in ("first_text", "latency", "commit"):
+            raise ValueError(f"sla is {text!r}, must be first_text=S, latency=S or commit=S")
+        sla[name] = float(limit)
+    return sla
+
+
+def write_requests(path: Path, outcomes: Sequence[Outcome]) -> None:
+    with path.open("w", newline="") as file:
+        rows = [asdict(outcome) for outcome in outcomes]
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        for row in rows:
+            commits = " ".join(f"{gap:.4f}" for gap in row["commits"])
+            writer.writerow(row | {"commits": commits})
+
+
+def plot(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Distributions, and latency over the time of arrival."""
+    from matplotlib.figure import Figure
+
+    good = [outcome for outcome in outcomes if not outcome.error]
+    figure = Figure(figsize=(10, 3.5), layout="constrained")
+    distribution, course = figure.subplots(1, 2)
+    for name, values in (
+        ("first text", [outcome.first_text for outcome in good]),
+        ("latency", [outcome.latency for outcome in good]),
+    ):
+        ordered = sorted(value for value in values if not math.isnan(value))
+        shares = [100 * (index + 1) / len(ordered) for index in range(len(ordered))]
+        distribution.plot(ordered, shares, label=name)
+        course.scatter([outcome.arrival for outcome in good], values, s=8, label=name)
+    distribution.set(xlabel="seconds", ylabel="% of the requests")
+    course.set(xlabel="arrival, s", ylabel="seconds")
+    distribution.legend()
+    figure.savefig(path)
+
+
+@contextlib.contextmanager
+def running_server(args: argparse.Namespace) -> Iterator[str]:
+    """The address of the server to load: the given one, or one of our own."""
+    if args.url:
+        yield args.url
+        return
+    ports = free_ports(3)
+    command = [sys.executable, "-m", "sangam_backend.cli", "serve", "--model", args.model]
+    names = ("--http-port", "--grpc-port", "--metrics-port")
+    command += [f"{name}={port}" for name, port in zip(names, ports)]
+    command += [f"--mode={args.mode}", *args.serve]
+    args.output.mkdir(parents=True, exist_ok=True)
+    with (args.output / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_until_ready(f"127.0.0.1:{ports[1]}", process)
+        yield f"127.0.0.1:{ports[1]}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    with Client(url) as client:
+        while not client.is_ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the server did not start, see server.log")
+            time.sleep(0.2)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(one.getsockname()[1]) for one in taken]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    server = parser.add_mutually_exclusive_group(required=True)
+    server.add_argument("--url", help="gRPC address of a running server")
+    server.add_argument("--model", help="start a server on this checkpoint")
+    parser.add_argument("--mode", default="colocated")
+    parser.add_argument("--serve", nargs="*", default=[], help="further options of `sangam serve`")
+    parser.add_argument("--trace", type=Path, help="JSON lines, see workload.read_trace")
+    parser.add_argument("--trace-speed", type=float, default=1.0)
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--rate", type=float, default=0.0, help="requests/s; 0 sends all at once")
+    parser.add_argument("--arrivals", default="poisson", help="poisson, static or gamma:CV")
+    parser.add_argument("--prompt-lengths", default="512", help="see workload.parse_lengths")
+    parser.add_argument("--output-lengths", default="256", help="as --prompt-lengths")
+    parser.add_argument("--vocabulary", type=int, default=256, help="random ids are below it")
+    parser.add_argument("--sampling", type=json.loads, default={}, help="a JSON object")
+    parser.add_argument("--warm-up", type=int, default=4, help="requests before those measured")
+    parser.add_argument("--deadline", type=float, default=600.0, help="seconds for a request")
+    parser.add_argument("--sla", nargs="*", default=[], help="first_text=S latency=S commit=S")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True, help="folder")
+    args = parser.parse_args()
+    try:
+        sla = parse_sla(args.sla)
+        jobs = (
+            read_trace(args.trace, args.vocabulary, args.seed, args.trace_speed)
+            if args.trace
+            else make_jobs(
+                args.requests, args.arrivals, args.rate, args.prompt_lengths,
+                args.output_lengths, args.vocabulary, args.seed,
+            )
+        )  # fmt: skip
+    except ValueError as error:
+        raise SystemExit(f"bench_serve: {error}") from None
+    with running_server(args) as url:
+        warm_up = [Job(0.0, job.prompt, job.max_tokens, job.seed) for job in jobs[: args.warm_up]]
+        asyncio.run(run_load(url, warm_up, args.deadline, args.sampling))
+        outcomes, seconds = asyncio.run(run_load(url, jobs, args.deadline, args.sampling))
+    settings = {key: str(value) for key, value in vars(args).items()}
+    summary = {"settings": settings} | summarise(outcomes, seconds, sla)
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "summary.json").write_text(json.dumps(summary, indent=1))
+    write_requests(args.output / "requests.csv", outcomes)
+    plot(args.output / "latency.svg", outcomes)
+    print(json.dumps({key: value for key, value in summary.items() if key != "settings"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
