@@ -237,12 +237,12 @@ def bench_gaps(engine: Engine) -> dict[str, Any]:
     }
 
 
-def environment(engine: Engine) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     git = ["git", "rev-parse", "--verify", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True)
-    cuda = engine.runner.device.type == "cuda"
+    cpu = platform.processor() or platform.machine()
     return {
-        "device": torch.cuda.get_device_name() if cuda else platform.processor(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -289,7 +289,7 @@ def main() -> None:
     engine = Engine(config)
     results: dict[str, Any] = {
         "settings": args,
-        "environment": environment(engine),
+        "environment": environment(engine.runner.device),
         "start": engine.describe() | {"seconds": round(time.perf_counter() - started, 1)},
     }
     print(json.dumps(results, indent=1), flush=True)

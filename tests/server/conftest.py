@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from server.harness import TINY, Serving, serving
+from server.jobs import REQUESTS, generated, make_line
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.frontend import Prompt, open_frontend
@@ -35,6 +36,20 @@ class Oracle:
 @pytest.fixture(scope="session")
 def oracle() -> Oracle:
     return Oracle()
+
+
+@pytest.fixture(scope="session")
+def lines() -> list[dict[str, Any]]:
+    """Mixed requests."""
+    return [make_line(number) for number in range(REQUESTS)]
+
+
+@pytest.fixture(scope="session")
+def answers_alone(
+    lines: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What each of them gets when nothing else runs."""
+    return generated(lines, tmp_path_factory.mktemp("alone"), "--max-batch-size", "1")
 
 
 @pytest.fixture(scope="session")
