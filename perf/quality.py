@@ -300,7 +300,8 @@ def plot(rows: list[dict[str, Any]], target: Path) -> None:
         for panel, kind in ((plain, "plain"), (hard, "hard")):
             _draw(panel, [row for row in rows if row["model"] == model], kind)
             panel.set_title(f"{model}, {kind} tasks")
-    figure.supxlabel("answer tokens per forward (size of the marker: block length)", size="medium")
+    for panel in panels[-1]:
+        panel.set_xlabel("answer tokens per forward (size of the marker: block length)")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(CACHES))
     figure.savefig(target, dpi=150)
