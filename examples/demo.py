@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from sangam_client import Client
+
+from sangam_backend.background import background_server
 
 LOG = Path("demo-server.log")
 QUESTIONS = (
@@ -29,11 +27,16 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="checkpoint directory or hub id")
     parser.add_argument("--startup-timeout", type=float, default=300, metavar="SECONDS")
     args = parser.parse_args()
-    with ExitStack() as stack:
-        url = stack.enter_context(running_server(args.model, args.startup_timeout))
-        client = stack.enter_context(Client(url))
+    print(f"Starting a Triton server on {args.model}, its log is in {LOG}")
+    with (
+        background_server(["--model", args.model], LOG, args.startup_timeout) as server,
+        Client(server.url) as client,
+    ):
         for question in QUESTIONS:
             ask(client, question)
+    if status := server.process.returncode:
+        sys.exit(f"the server ended with status {status}, see {LOG}")
+    print("\nThe server has stopped.")
 
 
 def ask(client: Client, question: str) -> None:
@@ -50,46 +53,6 @@ def ask(client: Client, question: str) -> None:
     seconds = time.perf_counter() - started
     speed = f"{tokens / seconds:.0f} tokens/s"
     print(f"\n  {prompt_tokens} prompt tokens, {tokens} generated, {reason}, {speed}")
-
-
-@contextmanager
-def running_server(model: str, startup_timeout: float) -> Iterator[str]:
-    """A server on free ports, stopped at the end. Gives its gRPC address."""
-    http, grpc, metrics = free_ports(3)
-    command = [sys.executable, "-m", "sangam_backend.cli", "serve", "--model", model]
-    command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
-    url = f"127.0.0.1:{grpc}"
-    print(f"Starting a Triton server on {model}, its log is in {LOG}")
-    with LOG.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            wait_until_ready(process, url, startup_timeout)
-            yield url
-        finally:
-            process.terminate()
-            status = process.wait(60)
-    if status:
-        sys.exit(f"the server ended with status {status}, see {LOG}")
-    print("\nThe server has stopped.")
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    with Client(url) as client:
-        while not client.is_ready():
-            if process.poll() is not None:
-                sys.exit(f"the server did not start:\n{LOG.read_text()[-2000:]}")
-            if time.monotonic() > deadline:
-                sys.exit(f"the server was not ready after {timeout:g} s")
-            time.sleep(0.1)
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
 
 
 if __name__ == "__main__":

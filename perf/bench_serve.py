@@ -15,18 +15,17 @@ import contextlib
 import csv
 import json
 import math
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sangam_client import AsyncClient, Client, SangamError
+from sangam_client import AsyncClient, SangamError
 from tqdm import tqdm
 from workload import Job, make_jobs, read_trace
+
+from sangam_backend.background import background_server
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 START_SECONDS = 600.0
@@ -189,40 +188,15 @@ def plot(path: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 @contextlib.contextmanager
-def running_server(args: argparse.Namespace) -> Iterator[str]:
+def loaded_server(args: argparse.Namespace) -> Iterator[str]:
     """The address of the server to load: the given one, or one of our own."""
     if args.url:
         yield args.url
         return
-    ports = free_ports(3)
-    command = [sys.executable, "-m", "sangam_backend.cli", "serve", "--model", args.model]
-    names = ("--http-port", "--grpc-port", "--metrics-port")
-    command += [f"{name}={port}" for name, port in zip(names, ports)]
-    command += [f"--mode={args.mode}", *args.serve]
     args.output.mkdir(parents=True, exist_ok=True)
-    with (args.output / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        wait_until_ready(f"127.0.0.1:{ports[1]}", process)
-        yield f"127.0.0.1:{ports[1]}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    with Client(url) as client:
-        while not client.is_ready():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the server did not start, see server.log")
-            time.sleep(0.2)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in taken]
+    options = ["--model", args.model, f"--mode={args.mode}", *args.serve]
+    with background_server(options, args.output / "server.log", START_SECONDS) as server:
+        yield server.url
 
 
 def main() -> None:
@@ -259,7 +233,7 @@ def main() -> None:
         )  # fmt: skip
     except ValueError as error:
         raise SystemExit(f"bench_serve: {error}") from None
-    with running_server(args) as url:
+    with loaded_server(args) as url:
         warm_up = [Job(0.0, job.prompt, job.max_tokens, job.seed) for job in jobs[: args.warm_up]]
         asyncio.run(run_load(url, warm_up, args.deadline, args.sampling))
         outcomes, seconds = asyncio.run(run_load(url, jobs, args.deadline, args.sampling))

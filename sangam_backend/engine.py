@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.device import count_pages, pick_device, pick_dtype
@@ -45,19 +45,16 @@ class Emission(NamedTuple):
     output: Output
 
 
-class Peers(Protocol):
-    """The other instances, as an engine that prefills or decodes for them sees them.
+class Peers(NamedTuple):
+    """How an engine reaches the other instances; called by its thread, must not block."""
 
-    Both are called by the engine's thread and must not block.
-    """
+    hand_over: Callable[[Request, Prefilled | None], None] | None = None
+    """Of the role prefill: gives a block away; None where its prefill is still to be run."""
+    pulled: Callable[[Request], None] | None = None
+    """Of the role decode: the K/V of the prefill instance is needed no longer."""
 
-    def hand_over(self, request: Request, prefilled: Prefilled | None) -> None:
-        """A prefill instance gives a block away; None where its prefill is still to be run."""
-        ...
 
-    def pulled(self, request: Request) -> None:
-        """A decode instance needs the K/V of the prefill instance no longer."""
-        ...
+ALONE = Peers()
 
 
 class Engine:
@@ -67,7 +64,7 @@ class Engine:
     `step` or `run`.
     """
 
-    def __init__(self, config: EngineConfig, peers: Peers | None = None) -> None:
+    def __init__(self, config: EngineConfig, peers: Peers = ALONE) -> None:
         self.config = config
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
@@ -193,7 +190,8 @@ class Engine:
     def _queue(self, request: Request) -> list[Emission]:
         if request.prefilled is not None and request.prefilled.location is None:
             return [Emission(request, output)] if (output := self.scheduler.pulled(request)) else []
-        if self.peers is not None and self.scheduler.overflows():
+        if self.scheduler.overflows():
+            assert self.peers.hand_over is not None
             self.counts.overflowed += 1
             self.scheduler.hand_over(request)
             self.peers.hand_over(request, None)
@@ -243,7 +241,7 @@ class Engine:
     def _hand_over(self, request: Request, tokens: list[int]) -> None:
         if request not in self.scheduler.handed_over:
             return
-        assert self.peers is not None
+        assert self.peers.hand_over is not None
         assert self.transport is not None
         location = None
         if request.pages:
@@ -297,5 +295,5 @@ class Engine:
         return self._cancel(request, RequestError(ErrorCode.UNAVAILABLE, str(error)))
 
     def _tell_pulled(self, request: Request) -> None:
-        assert self.peers is not None
+        assert self.peers.pulled is not None
         self.peers.pulled(request)

@@ -17,8 +17,6 @@ from sangam_backend.pages import PAGE_SIZE
 
 # Partial results of split sequences; the largest of 64 blocks of Dream takes more than 320 MB.
 WORKSPACE_BYTES = 512 << 20
-
-
 # Queries of a tile where there are more than 64, heads that share K/V counted as queries.
 QUERY_TILE = 128
 # A grid of whole sequences this large keeps the device busy without splitting any: measured on an

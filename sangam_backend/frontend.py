@@ -13,7 +13,7 @@ from sangam_backend.handover import Handover
 from sangam_backend.models import find_checkpoint
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.parameters import Limits, invalid, parse_sampling
-from sangam_backend.request import Request
+from sangam_backend.request import Request, SamplingParams
 from sangam_backend.text import TextStream, Tokenizer
 
 
@@ -62,29 +62,27 @@ class Frontend:
         """
         ids = self.encode(prompt)
         params = parse_sampling(sampling, ids, self.limits)
-        return Request(
-            request_id=request_id,
-            prompt=ids,
-            params=params,
-            stop_token_ids=self.model.stop_token_ids,
-            mask_token_id=self.model.mask_token_id,
-            text=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
-            stream=stream,
-        )
+        return self._make(request_id, ids, params, stream)
 
     def restore_request(self, handover: Handover, stream: bool) -> Request:
         """The request of a handover, as it stands there."""
-        params = handover.params
-        request = Request(
-            request_id=handover.request_id,
-            prompt=handover.prompt,
+        request = self._make(handover.request_id, handover.prompt, handover.params, stream)
+        request.arrival = handover.arrival
+        request.resume(handover.canvas, handover.prefilled)
+        return request
+
+    def _make(
+        self, request_id: str, prompt: list[int], params: SamplingParams, stream: bool
+    ) -> Request:
+        return Request(
+            request_id=request_id,
+            prompt=prompt,
             params=params,
             stop_token_ids=self.model.stop_token_ids,
             mask_token_id=self.model.mask_token_id,
             text=TextStream(self.tokenizer, params.stop) if self.tokenizer else None,
             stream=stream,
         )
-        return handover.restore(request)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any form, at least one of them."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sangam_backend.request import ErrorCode, Prefilled, Request, RequestError, SamplingParams
+from sangam_backend.request import ErrorCode, Prefilled, RequestError, SamplingParams
 from sangam_backend.rules import Confidence, Unmasking
 
 KEY_BYTES = 32
@@ -95,20 +95,19 @@ class Handover:
         }
         return cls(**values)
 
-    def restore(self, request: Request) -> Request:
-        """Puts a new request of the same prompt and parameters where this one stands."""
-        request.arrival = self.arrival
-        request.resume(self.canvas, self.prefilled)
-        return request
+
+def meeting_path(server: int) -> Path:
+    """Where the meeting place of a server, a process id, is or would be."""
+    return Path(tempfile.gettempdir()) / f"sangam-{os.getuid()}" / str(server)
 
 
 def meeting_place(server: int) -> Path:
-    """The directory where the instances of a server, a process id, find each other.
+    """Makes the directory where the instances of a server find each other.
 
     Raises:
         PermissionError: it belongs to somebody else.
     """
-    directory = Path(tempfile.gettempdir()) / f"sangam-{os.getuid()}" / str(server)
+    directory = meeting_path(server)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (directory.parent, directory):
         path.chmod(0o700)

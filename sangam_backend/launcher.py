@@ -27,7 +27,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonModelConfig
 
 from sangam_backend.config import ConfigError, EngineConfig
 from sangam_backend.device import pick_device
-from sangam_backend.handover import meeting_place
+from sangam_backend.handover import meeting_path
 from sangam_backend.models import check_checkpoint
 
 MODEL_NAME = "sangam"
@@ -137,7 +137,7 @@ class Server:
         self.process.wait()
         for left in SHARED_MEMORY.glob(f"{self.region}*"):
             left.unlink(missing_ok=True)
-        shutil.rmtree(meeting_place(self.process.pid), ignore_errors=True)
+        shutil.rmtree(meeting_path(self.process.pid), ignore_errors=True)
 
     def stop(self) -> None:
         """Asks the server to refuse new requests and finish those that run."""

@@ -190,7 +190,8 @@ class Scheduler:
         spent = 0
         prefills: list[Request] = []
         admitted: list[Request] = []
-        short_of_memory = short_of_budget = False
+        short_of_budget = False
+        self._starved = None
         for request in self.waiting:
             cost = request.sequence_length
             alone = not self.decoding and not prefills
@@ -198,19 +199,18 @@ class Scheduler:
             if short_of_budget:
                 break
             if request.slot < 0:
-                short_of_memory = short_of_memory or not self._admit(request)
-                if short_of_memory:
+                if self._starved is not None or not self._admit(request):
+                    self._starved = self._starved or request
                     continue
                 admitted.append(request)
             prefills.append(request)
             spent += cost
-        self._starved = next((r for r in self.waiting if short_of_memory and r.slot < 0), None)
         for request in prefills:
             self.waiting.remove(request)
             (self.handed_over if self._hands_over else self.decoding).append(request)
         if not self.waiting:
             self.deficit = 0
-        elif short_of_memory and not short_of_budget:
+        elif self._starved is not None and not short_of_budget:
             self.deficit = max(0, self.deficit - max(0, spent - earned))
         else:
             self.deficit = min(max(0, available - spent), self.max_deficit)

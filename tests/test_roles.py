@@ -11,7 +11,7 @@ import pytest
 from test_engine import Answer, Job, new_request, random_job, run_reference
 
 from sangam_backend.config import EngineConfig
-from sangam_backend.engine import Engine
+from sangam_backend.engine import Engine, Peers
 from sangam_backend.handover import Handover, Process
 from sangam_backend.request import ErrorCode, FinishReason, Output, Prefilled, Request, RequestError
 from sangam_backend.transport import TransportError
@@ -47,8 +47,10 @@ class Cluster:
                 **settings,
             )
 
-        self.prefill = Engine(config("prefill"), peers=self)
-        self.decoders = [Engine(config("decode"), peers=self) for _ in range(num_decoders)]
+        self.prefill = Engine(config("prefill"), Peers(hand_over=self.hand_over))
+        self.decoders = [
+            Engine(config("decode"), Peers(pulled=self.pulled)) for _ in range(num_decoders)
+        ]
         self.told: dict[Request, Told] = {}
         self.streams: set[Request] = set()
         self._owners: dict[Request, Request] = {}

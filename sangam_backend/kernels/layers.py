@@ -37,10 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps,
         d,
         block,
-        pdl=_pdl(x.device),
-        num_warps=_row_warps(block),
-        enable_fp_fusion=False,
-        launch_pdl=_pdl(x.device),
+        **_row_options(block, x.device),
     )
     return out
 
@@ -58,10 +55,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         eps,
         d,
         block,
-        pdl=_pdl(x.device),
-        num_warps=_row_warps(block),
-        enable_fp_fusion=False,
-        launch_pdl=_pdl(x.device),
+        **_row_options(block, x.device),
     )
     return out
 
@@ -93,9 +87,8 @@ def gated_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
         d,
         *tile,
         rows=max(triton.next_power_of_2(n), 16),
-        pdl=_pdl(x.device),
         num_warps=4,
-        launch_pdl=_pdl(x.device),
+        **_overlapped(x.device),
     )
     return out
 
@@ -112,9 +105,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         width,
         SILU_BLOCK,
         chunks,
-        pdl=_pdl(gate_up.device),
         num_warps=4,
-        launch_pdl=_pdl(gate_up.device),
+        **_overlapped(gate_up.device),
     )
     return out
 
@@ -158,20 +150,23 @@ def rotate_and_store(
         HEAD_GROUP,
         groups,
         in_float32,
-        pdl=_pdl(qkv.device),
         num_warps=max(HEAD_GROUP * head_dim // 512, 1),
         enable_fp_fusion=False,
-        launch_pdl=_pdl(qkv.device),
+        **_overlapped(qkv.device),
     )
 
 
-def _row_warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+def _row_options(block: int, device: torch.device) -> dict[str, int]:
+    """Options of a kernel that norms a row a program."""
+    warps = min(max(block // 512, 1), 16)
+    return {"num_warps": warps, "enable_fp_fusion": False, **_overlapped(device)}
 
 
 @functools.cache
-def _pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def _overlapped(device: torch.device) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel in front of it has ended."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"pdl": able, "launch_pdl": able}
 
 
 @triton.jit

@@ -47,7 +47,7 @@ class Instance:
     the next request to an instance that has room.
     """
 
-    def __init__(self, args: dict[str, str], config: EngineConfig, peers: Peers | None) -> None:
+    def __init__(self, args: dict[str, str], config: EngineConfig, peers: Peers) -> None:
         _start(_follow_server, os.getppid())
         name = args["model_instance_name"]
         _share_cores(json.loads(args["model_config"]))
@@ -211,17 +211,18 @@ class Instance:
     def _look_after_clients(self, now: float) -> None:
         with self._room:
             clients = list(self._clients.items())
+        kept = self._out_of_hand()
         for request, client in clients:
-            if not self._may_end(request):
+            if request in kept:
                 continue
             if client.deadline is not None and now > client.deadline:
                 self.engine.cancel(request, _timed_out())
             elif client.reply.is_cancelled():
                 self.engine.cancel(request)
 
-    def _may_end(self, request: Request) -> bool:
-        """Whether this instance is the one to end the request early."""
-        return True
+    def _out_of_hand(self) -> set[Request]:
+        """Requests that are not this instance's to end early."""
+        return set()
 
     def _watch(self, now: float) -> None:
         """What a role looks after besides."""

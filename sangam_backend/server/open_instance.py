@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from sangam_backend.config import EngineConfig
+from sangam_backend.engine import ALONE
 from sangam_backend.server.instance import Instance
 from sangam_backend.server.roles import DecodeInstance, PrefillInstance
 
@@ -25,6 +26,6 @@ def open_instance(args: dict[str, str]) -> Instance:
     elif config.role == "decode":
         instance = DecodeInstance(args, config)
     else:
-        instance = Instance(args, config, peers=None)
+        instance = Instance(args, config, ALONE)
     instance.start()
     return instance

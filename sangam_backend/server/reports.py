@@ -1,4 +1,4 @@
-"""Reports from decode instances straight back to the prefill instance that owns a request."""
+"""Reports between the prefill instance that owns a request and the decode instances it uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 Report = dict[str, Any]
-"""`kind` and `id` of the handover (`ids` in a beat), and what the kind needs."""
+"""Its `kind`, the `ids` of handovers, the address it comes `from`, and what the kind needs."""
 
 LINGER_MS = 1000
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sangam_backend.config import EngineConfig
+from sangam_backend.engine import Peers
 from sangam_backend.handover import Handover, Process, meeting_place, shared_key
 from sangam_backend.request import ErrorCode, Output, Prefilled, Request, RequestError
 from sangam_backend.server.instance import Client, Instance, error_of
@@ -68,7 +70,7 @@ class Lent:
 class Link:
     """An instance's own address, and the way to those of others."""
 
-    def __init__(self, receive: Any) -> None:
+    def __init__(self, receive: Callable[[Report], None]) -> None:
         directory = meeting_place(os.getppid())
         self.key = shared_key(directory)
         self.sender = ReportSender()
@@ -87,7 +89,7 @@ class PrefillInstance(Instance):
     """Owns requests, runs their prefills, and hands their blocks over."""
 
     def __init__(self, args: dict[str, str], config: EngineConfig) -> None:
-        super().__init__(args, config, peers=self)
+        super().__init__(args, config, Peers(hand_over=self._hand_over))
         self._owner = Process.current()
         self._lent: dict[str, Lent] = {}
         self._ended: dict[Request, RequestError | None] = {}
@@ -96,12 +98,9 @@ class PrefillInstance(Instance):
         """When a decode instance last said that it takes no more."""
         self._link = Link(self._receive)
 
-    def hand_over(self, request: Request, prefilled: Prefilled | None) -> None:
+    def _hand_over(self, request: Request, prefilled: Prefilled | None) -> None:
         """See `Peers.hand_over`."""
         self._outbox.put(lambda: self._send_handover(request, prefilled, guard=False))
-
-    def pulled(self, request: Request) -> None:
-        raise NotImplementedError("a prefill instance pulls nothing")
 
     def close(self) -> None:
         super().close()
@@ -198,10 +197,10 @@ class PrefillInstance(Instance):
         else:
             client.reply.finish()
 
-    def _may_end(self, request: Request) -> bool:
-        """Not while a decode instance works on its block, which then ends it first."""
+    def _out_of_hand(self) -> set[Request]:
+        """Those whose block a decode instance works on, which then ends the step first."""
         with self._room:
-            return all(lent.guard or lent.request is not request for lent in self._lent.values())
+            return {lent.request for lent in self._lent.values() if not lent.guard}
 
     def _watch(self, now: float) -> None:
         with self._room:
@@ -219,7 +218,7 @@ class DecodeInstance(Instance):
     """Decodes blocks that prefill instances hand over, and answers their clients."""
 
     def __init__(self, args: dict[str, str], config: EngineConfig) -> None:
-        super().__init__(args, config, peers=self)
+        super().__init__(args, config, Peers(pulled=self._pulled))
         self._held: dict[str, Handover] = {}
         """From the moment of arrival, in the backlog's queue too."""
         self._guarded: dict[str, Reply] = {}
@@ -229,10 +228,7 @@ class DecodeInstance(Instance):
         self._next_beat = 0.0
         self._link = Link(self._receive)
 
-    def hand_over(self, request: Request, prefilled: Prefilled | None) -> None:
-        raise NotImplementedError("a decode instance hands nothing over")
-
-    def pulled(self, request: Request) -> None:
+    def _pulled(self, request: Request) -> None:
         """See `Peers.pulled`."""
         if (handover := self._handovers.get(request)) is not None:
             self._report(handover, "pulled")
@@ -267,7 +263,11 @@ class DecodeInstance(Instance):
         options = Options(**handover.options)
         request = self.engine.frontend.restore_request(handover, options.stream)
         self._handovers[request] = handover
-        self._admit(request, Client(reply, options, handover.deadline))
+        try:
+            self._admit(request, Client(reply, options, handover.deadline))
+        except RequestError:
+            del self._handovers[request]
+            raise
 
     def _give_back(self, handover: Handover, reply: Reply, error: Exception) -> None:
         """Leaves it to the prefill instance to refuse the client."""

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 from sangam_client import AsyncClient, Client, SangamError
-from server.harness import free_ports, wait_for
+from server.harness import wait_for
 
+from sangam_backend.background import free_ports
 from sangam_backend.launcher import Endpoints, find_triton
 from sangam_backend.launcher import Server as TritonServer
 

@@ -9,7 +9,6 @@ import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from typing import Any
 
 import numpy as np
 from tritonclient import grpc as tritongrpc
+
+from sangam_backend.background import free_ports
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "checkpoints" / "tiny-llada"
@@ -249,14 +250,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(free.getsockname()[1]) for free in sockets]
-    for free in sockets:
-        free.close()
-    return ports
 
 
 def wait_for(

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from server.harness import EVERYTHING, TINY, run_sangam
+from server.harness import EVERYTHING, TINY, Serving, run_sangam
 
 REQUESTS = 200
 WORDS = ("Add 4363 and 75.", "Sort these numbers: 26, 12, 62.", "Reverse the word house.")
@@ -43,6 +43,18 @@ def inputs_of(line: dict[str, Any], stream: bool) -> dict[str, Any]:
     prompt = {name: line[name] for name in ("input_ids", "text_input") if name in line}
     sampling = {"sampling_parameters": line["sampling_parameters"]}
     return {**prompt, **sampling, **EVERYTHING, "stream": stream, "exclude_input_in_output": True}
+
+
+def ask(server: Serving, line: dict[str, Any], stream: bool) -> dict[str, Any]:
+    """A line's answer, as `generated` has it."""
+    answer = server.ask(inputs_of(line, stream))
+    assert (answer.error, answer.finals) == (None, 1)
+    return {
+        "id": line["id"],
+        "output_ids": answer.ids,
+        "text_output": answer.text,
+        "finish_reason": answer.finish_reason,
+    }
 
 
 def generated(lines: list[dict[str, Any]], folder: Path, *options: str) -> list[dict[str, Any]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from server import jobs
 from server.harness import Answer, Serving, Stream, serving, wait_for
-from server.jobs import REQUESTS, inputs_of
+from server.jobs import REQUESTS
 
 LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 256}
 
@@ -51,15 +52,8 @@ def stubs(server: Serving, model: str) -> list[int]:
     return [pid for pid in server.tree()[1] if named in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def ask(server: Serving, line: dict[str, Any]) -> dict[str, Any]:
-    answer = server.ask(inputs_of(line, stream=random.Random(line["id"]).random() < 0.5))
-    assert (answer.error, answer.finals) == (None, 1)
-    return {
-        "id": line["id"],
-        "output_ids": answer.ids,
-        "text_output": answer.text,
-        "finish_reason": answer.finish_reason,
-    }
+def ask_a_line(server: Serving, line: dict[str, Any]) -> dict[str, Any]:
+    return jobs.ask(server, line, stream=random.Random(line["id"]).random() < 0.5)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: f"{t.mode}-{t.prefill}-{t.decode}")
@@ -70,7 +64,7 @@ def test_answers_are_the_colocated_ones(
     tmp_path: Path,
 ) -> None:
     with topology.serve(tmp_path / "log") as server, ThreadPoolExecutor(40) as pool:
-        answers = list(pool.map(lambda line: ask(server, line), lines))
+        answers = list(pool.map(lambda line: ask_a_line(server, line), lines))
         assert answers == answers_alone
         wait_for(server.is_idle, 5)
         gauges = server.gauges()

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from server.harness import TINY, Serving, free_ports, run_sangam
+from server.harness import TINY, Serving, run_sangam
 
 from sangam_backend import cli
+from sangam_backend.background import free_ports
 
 REFUSAL_SECONDS = 15
 LAST = "model.transformer.blocks.7.ff_out.weight"

@@ -17,13 +17,13 @@ from server.harness import (
     Serving,
     Stream,
     children,
-    free_ports,
     is_running,
     launched,
     serving,
     wait_for,
 )
 
+from sangam_backend.background import free_ports
 from sangam_backend.config import EngineConfig
 from sangam_backend.frontend import Prompt
 from sangam_backend.launcher import (

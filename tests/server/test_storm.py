@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from server import jobs
 from server.harness import Serving, Stream, wait_for
 from server.jobs import REQUESTS, WORDS, inputs_of
 
@@ -17,17 +18,10 @@ PROCESSES = 4
 """Of clients that are killed, and hold a sixth of the requests."""
 
 
-def ask(server: Serving, line: dict[str, Any]) -> dict[str, Any]:
+def ask_later(server: Serving, line: dict[str, Any]) -> dict[str, Any]:
     draw = random.Random(line["id"])
     time.sleep(draw.uniform(0, SECONDS))
-    answer = server.ask(inputs_of(line, stream=draw.random() < 0.5))
-    assert (answer.error, answer.finals) == (None, 1)
-    return {
-        "id": line["id"],
-        "output_ids": answer.ids,
-        "text_output": answer.text,
-        "finish_reason": answer.finish_reason,
-    }
+    return jobs.ask(server, line, stream=draw.random() < 0.5)
 
 
 def ask_and_cancel(server: Serving, line: dict[str, Any]) -> None:
@@ -65,7 +59,7 @@ def test_storm(
     with ThreadPoolExecutor(REQUESTS) as pool:
         cancels = [pool.submit(ask_and_cancel, server, line) for line in cancelled]
         kills = pool.submit(kill_clients, server, killed)
-        answers = list(pool.map(lambda line: ask(server, line), staying))
+        answers = list(pool.map(lambda line: ask_later(server, line), staying))
         for cancel in [*cancels, kills]:
             cancel.result()
     wait_for(server.is_idle, 5)
