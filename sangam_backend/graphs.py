@@ -28,6 +28,8 @@ class GraphSize(NamedTuple):
     """Any rows; False holds one block a row, and nothing else."""
 
 
+TUNING_REPLAYS = 5
+Tune = Callable[[int, Callable[[], float]], None]
 Step = Callable[[StepInputs, PagedAttention], Tensor]
 NewAttention = Callable[[GraphSize | None], PagedAttention]
 
@@ -62,7 +64,9 @@ class StepGraphs:
         config: EngineConfig,
         step: Step,
         new_attention: NewAttention,
+        tune: Tune | None = None,
     ) -> None:
+        """`tune` may change what an iteration of so many decode tokens runs, by its time."""
         self.state = state
         self.logit_shift = logit_shift
         self.block_length = config.block_length
@@ -74,12 +78,28 @@ class StepGraphs:
         started = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info()
         pool = torch.cuda.graph_pool_handle()
+        for size in self.sizes:
+            if tune is not None and not size.prefill:
+                tune(size.tokens, lambda size=size: self._time(size, pool))  # type: ignore[misc]
         # The largest first: the smaller ones then fit into its memory.
         largest_first = sorted(self.sizes, key=lambda size: -size.tokens)
         self._graphs = {size: self._capture(size, pool) for size in largest_first}
         torch.cuda.synchronize()
         self.capture_seconds = time.perf_counter() - started
         self.bytes = free_before - torch.cuda.mem_get_info()[0]
+
+    def _time(self, size: GraphSize, pool: Any) -> float:
+        """Milliseconds of an iteration on padding rows alone, at best."""
+        graph = self._capture(size, pool).graph
+        times = []
+        for _ in range(TUNING_REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(float(begin.elapsed_time(end)))
+        return min(times)
 
     def find(self, rows: list[Row]) -> GraphSize | None:
         """The smallest size that holds the rows, if any does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -78,7 +79,12 @@ class Runner:
             if config.fused_ops and config.tuned_products:
                 self._tune_products()
             self.graphs = StepGraphs(
-                self.state, model.config.logit_shift, config, self._step, self._new_attention
+                self.state,
+                model.config.logit_shift,
+                config,
+                self._step,
+                self._new_attention,
+                self._tune_gated if config.fused_ops and config.tuned_products else None,
             )
 
     @property
@@ -155,15 +161,18 @@ class Runner:
         layers = model.layers[:TUNED_LAYERS]
         sizes = graph_sizes(self.config.max_batch_size, self.config.block_length)
         self._products.tune(
-            linears=[
+            [
                 [(layer.qkv, layer.qkv_bias) for layer in layers],
                 [(layer.output, None) for layer in layers],
+                [(layer.gate_up, None) for layer in layers],
                 [(layer.down, None) for layer in layers],
                 [(model.head, None)],
             ],
-            gate_up=[(layer.gate_up, None) for layer in layers],
-            row_counts=sorted({size.tokens for size in sizes}),
+            sorted({size.tokens for size in sizes}),
         )
+
+    def _tune_gated(self, rows: int, measure_step: Callable[[], float]) -> None:
+        self._products.tune_gated(rows, self.model.layers[0].gate_up, measure_step)
 
     def _new_attention(self, size: GraphSize | None) -> PagedAttention:
         if self.workspace is None:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sangam_backend.kernels.layers import Tile, gated_linear, silu_mul
 
-REPLAYS = 3
+REPLAYS = 5
 # How much faster than the default another one must be: less is noise.
 WORTH = 0.98
+WORTH_OF_STEP = 0.997
 # More rows are no longer bound by reading the weights, and the libraries' products are faster.
 FEW_ROWS = 64
 # Of numbers of 2 bytes, as large as shared memory allows.
@@ -50,38 +51,42 @@ class Products:
         """silu(gate) * up of x [n, d], where weight [2 * i, d] makes gate and up; [n, i]."""
         return self._gated.get(_shape(x, weight), self._gated_by_linear)(x, weight)
 
-    def tune(self, linears: Iterable[Weights], gate_up: Weights, row_counts: Iterable[int]) -> None:
+    def tune(self, products: Iterable[Weights], row_counts: Iterable[int]) -> None:
         """Measures products of so many rows, each with the weights of several layers in turn."""
-        linears = [*linears, gate_up]
+        products = [*products]
         for rows in row_counts:
-            for weights in linears:
+            for weights in products:
                 self._tune_linear(rows, weights)
-            if rows <= FEW_ROWS and gate_up[0][0].element_size() == 2:
-                self._tune_gated(rows, [weight for weight, _ in gate_up])
 
     def _tune_linear(self, rows: int, weights: Weights) -> None:
         x = _random(rows, weights[0][0])
 
-        def measure(way: Linear) -> float:
-            return _measure(lambda: [way(x, weight, bias) for weight, bias in weights])
+        def seconds(way: Linear) -> float:
+            return measure(lambda: [way(x, weight, bias) for weight, bias in weights])
 
-        if measure(cublaslt) < WORTH * measure(F.linear):
+        if seconds(cublaslt) < WORTH * seconds(F.linear):
             self._linear[_shape(x, weights[0][0])] = cublaslt
 
-    def _tune_gated(self, rows: int, weights: list[Tensor]) -> None:
-        x, (double_width, depth) = _random(rows, weights[0]), weights[0].shape
+    def tune_gated(self, rows: int, weight: Tensor, measure_step: Callable[[], float]) -> None:
+        """Chooses how few rows are gated, by the time of a whole iteration.
 
-        def measure(way: Gated) -> float:
-            return _measure(lambda: [way(x, weight) for weight in weights])
-
-        best = WORTH * measure(self._gated_by_linear)
+        What the fused kernel saves is mostly waiting between kernels, which a product alone
+        does not show.
+        """
+        shape = Shape(rows, *weight.shape)
+        if rows > FEW_ROWS or weight.element_size() != 2:
+            return
+        best, chosen = WORTH_OF_STEP * measure_step(), None
         for tile in TILES:
-            if depth % tile.depth or double_width % (2 * tile.columns):
+            if shape.depth % tile.depth or shape.columns % (2 * tile.columns):
                 continue
-            way = functools.partial(gated_linear, tile=tile)
-            if (time := measure(way)) < best:
-                best = time
-                self._gated[_shape(x, weights[0])] = way
+            self._gated[shape] = functools.partial(gated_linear, tile=tile)
+            if (time := measure_step()) < best:
+                best, chosen = time, self._gated[shape]
+        if chosen is None:
+            self._gated.pop(shape, None)
+        else:
+            self._gated[shape] = chosen
 
     def _gated_by_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return silu_mul(self.linear(x, weight))
@@ -105,7 +110,7 @@ def _random(rows: int, weight: Tensor) -> Tensor:
     return torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
 
-def _measure(work: Callable[[], object]) -> float:
+def measure(work: Callable[[], object]) -> float:
     """Milliseconds of some launches in a CUDA graph, at best."""
     work()
     torch.cuda.synchronize()

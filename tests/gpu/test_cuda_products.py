@@ -27,7 +27,9 @@ def test_tuned_products(rows: int, dtype: torch.dtype) -> None:
     weights = [(random(SIZE, SIZE), random(SIZE)) for _ in range(LAYERS)]
     gate_up = [(random(2 * WIDTH, SIZE), None) for _ in range(LAYERS)]
     products = Products()
-    products.tune([weights], gate_up, TUNED)
+    products.tune([weights, gate_up], TUNED)
+    for count in TUNED:
+        products.tune_gated(count, gate_up[0][0], lambda: 1.0)
     limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
     x, (weight, bias), both = random(rows, SIZE) * SIZE**0.5, weights[0], gate_up[0][0]
     expected = linear(x.double(), weight.double(), bias.double())
