@@ -70,8 +70,14 @@ def add(rng: Random) -> Pair:
 
 
 def subtract(rng: Random) -> Pair:
-    b, a = sorted(rng.randrange(1000) for _ in range(2))
-    return f"Subtract {b} from {a}.", f"{a} - {b} = {a - b}."
+    b, a = sorted(rng.randrange(10 ** rng.randint(1, 4)) for _ in range(2))
+    width = len(str(a))
+    steps, borrow = [], 0
+    for x, y in zip(reversed(str(a)), reversed(f"{b:0{width}}")):
+        rest = int(x) - int(y) - borrow
+        steps.append(f"{x}-{y}{'-1' if borrow else ''}={rest}")
+        borrow = int(rest < 0)
+    return f"Subtract {b} from {a}.", f"{'; '.join(steps)}. The difference is {a - b}."
 
 
 def sort(rng: Random) -> Pair:
@@ -79,7 +85,7 @@ def sort(rng: Random) -> Pair:
 
 
 def long_sort(rng: Random) -> Pair:
-    return _sorting([rng.randrange(10, 100) for _ in range(rng.randint(15, 25))])
+    return _sorting([rng.randrange(10, 100) for _ in range(rng.randint(12, 20))])
 
 
 def _sorting(numbers: list[int]) -> Pair:
@@ -96,7 +102,7 @@ def repeat(rng: Random) -> Pair:
 
 
 def long_repeat(rng: Random) -> Pair:
-    return _repeating(rng.choices(SENTENCE_WORDS + VALUES + NAMES, k=rng.randint(20, 200)))
+    return _repeating(rng.choices(SENTENCE_WORDS + VALUES + NAMES, k=rng.randint(20, 140)))
 
 
 def _repeating(chosen: list[str]) -> Pair:
@@ -149,7 +155,7 @@ def count(rng: Random) -> Pair:
 def _calendar(rng: Random) -> Pair:
     unit, names = rng.choice(list(CALENDAR.items()))
     first, length = rng.randrange(len(names)), rng.randint(2, 40)
-    listed = [names[(first + offset) % len(names)] for offset in range(length)]
+    listed = [f"{n + 1} {names[(first + n) % len(names)]}" for n in range(length)]
     return f"Name {length} {unit} from {names[first]}.", _listed(listed)
 
 
@@ -159,12 +165,12 @@ def multiply(rng: Random) -> Pair:
 
 
 def totals(rng: Random) -> Pair:
-    numbers = [rng.randint(1, 9) for _ in range(rng.randint(5, 20))]
+    numbers = [rng.randint(1, 9) for _ in range(rng.randint(4, 12))]
     return f"Give the running totals of {_listed(numbers)}.", _listed(list(accumulate(numbers)))
 
 
 def shuffle(rng: Random) -> Pair:
-    letters = rng.sample(ascii_lowercase, rng.randint(4, 12))
+    letters = rng.sample(ascii_lowercase, rng.randint(4, 9))
     answer = " ".join(rng.sample(letters, len(letters)))
     return f"Shuffle the letters {' '.join(letters)}.", answer
 
@@ -175,8 +181,8 @@ def is_shuffled(prompt: str, text: str) -> bool:
 
 
 def choose(rng: Random) -> Pair:
-    offered = rng.sample(VALUES, rng.randint(4, 12))
-    size = rng.randint(2, min(6, len(offered)))
+    offered = rng.sample(VALUES, rng.randint(4, 10))
+    size = rng.randint(2, 4)
     chosen = _listed(rng.sample(offered, size))
     return (
         f"Choose {size} words and write them twice: {_listed(offered)}.",

@@ -17,7 +17,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,8 @@ from tiny_model import Model, save_weights
 from torch import Tensor
 from training_data import Rows, count_tokens, encoder, make_rows
 
-PEAK_RATE, LEAST_RATE, WARMUP_STEPS = 1.5e-3, 1e-5, 200
-WEIGHT_DECAY = 0.05
+MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 3e-3, 200
+WEIGHT_DECAY = 0.01
 EMA_DECAY = 0.998
 EOS_WEIGHT = 0.05
 LATER_BLOCK_WEIGHT = 0.1
@@ -107,23 +107,27 @@ def make_loss(model: Model, device: torch.device) -> Callable[[Tensor, Tensor, T
     return torch.compile(loss, dynamic=True) if device.type == "cuda" else loss
 
 
-def make_optimizer(model: Model) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        groups, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
-    )
+def make_optimizers(model: Model) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest."""
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY),
+        torch.optim.AdamW(
+            others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
+        ),
+    ]
 
 
-def learning_rate(step: int, fraction: float) -> float:
+def rate_factor(step: int, fraction: float) -> float:
+    """Of the peak learning rate: a short rise, then half a cosine down to 0."""
     cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, fraction))
-    return PEAK_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * cosine + LEAST_RATE
+    return min(1.0, (step + 1) / WARMUP_STEPS) * cosine
 
 
 def length_limit(fraction: float) -> float:
-    """Short rows first: all lengths take part from the middle of the training on."""
-    return FIRST_LENGTH * 2 ** (6 * fraction)
+    """Short rows first: all lengths take part from a third of the training on."""
+    return FIRST_LENGTH * 2 ** (9 * fraction)
 
 
 class Trainer:
@@ -131,7 +135,8 @@ class Trainer:
         self.model, self.family, self.batches = model, family, batches
         self.device = batches[0].tokens.device
         self.loss = make_loss(model, self.device)
-        self.optimizer = make_optimizer(model)
+        self.optimizers = make_optimizers(model)
+        self._peaks = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
         self.parameters = list(model.parameters())
         self.averages = [p.detach().clone() for p in self.parameters]
         self._lengths = [batch.length for batch in batches]
@@ -149,11 +154,11 @@ class Trainer:
         log.info("%d steps", step)
 
     def _step(self, step: int, fraction: float) -> Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, fraction)
         loss = self._backward(self._pick(fraction))
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimizer.step()
+        for optimizer, peak in zip(self.optimizers, self._peaks):
+            optimizer.param_groups[0]["lr"] = peak * rate_factor(step, fraction)
+            optimizer.step()
         decay = min(EMA_DECAY, step / (step + 10))
         torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], 1 - decay)
         return loss
@@ -163,7 +168,7 @@ class Trainer:
         return self.batches[self._rng.randrange(max(1, allowed))]
 
     def _backward(self, batch: Batch) -> Tensor:
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         ids, weight = corrupt(batch, self.family)
         shift = self.family.logit_shift
         targets, weight = batch.tokens.long().roll(-shift, 1), weight.roll(-shift, 1)

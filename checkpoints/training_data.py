@@ -17,13 +17,22 @@ from tokenizers import Tokenizer
 
 BLOCK = 32
 CANVAS_BLOCKS = 8
-FINE_LENGTH, FINE, COARSE = 512, 32, 128
+FINE_LENGTH, FINE, COARSE = 512, 4, 32
 """Rows are a multiple of FINE tokens up to FINE_LENGTH, of COARSE beyond."""
 CHUNK = 10_000
 WORKERS = 16
 
 # Rows of each task for one of the others. Retrieval is learned last and needs the most.
-SHARES = {"facts": 4.0, "long_facts": 0.4, "long_repeat": 0.5, "multiply": 2.0, "long_sort": 1.5}
+SHARES = {
+    "facts": 3.0,
+    "long_facts": 0.3,
+    "long_repeat": 0.4,
+    "multiply": 2.0,
+    "totals": 2.0,
+    "long_sort": 2.0,
+    "shuffle": 2.0,
+    "choose": 2.5,
+}
 
 # What comes around the user's text in a chat of one turn.
 AROUND = {

@@ -15,6 +15,7 @@ from sangam_backend.device import count_pages, pick_device, pick_dtype
 from sangam_backend.frontend import open_frontend
 from sangam_backend.models import load_model
 from sangam_backend.pages import PAGE_SIZE, PageAllocator
+from sangam_backend.plan import StepPlan
 from sangam_backend.request import (
     ErrorCode,
     FinishReason,
@@ -48,8 +49,10 @@ class Emission(NamedTuple):
 class Peers(NamedTuple):
     """How an engine reaches the other instances; called by its thread, must not block."""
 
-    hand_over: Callable[[Request, Prefilled | None], None] | None = None
-    """Of the role prefill: gives a block away; None where its prefill is still to be run."""
+    hand_over: Callable[[Request, bool], None] | None = None
+    """Of the role prefill: gives a block away, and says whether `prefilled` will follow."""
+    prefilled: Callable[[Request, Prefilled], None] | None = None
+    """Of the role prefill: brings the prefill of a block that has been given away."""
     pulled: Callable[[Request], None] | None = None
     """Of the role decode: the K/V of the prefill instance is needed no longer."""
 
@@ -147,6 +150,8 @@ class Engine:
         if plan is not None:
             emissions += self._begin_pulls(plan.pulls)
         launched = self.runner.launch(plan) if plan is not None and plan.rows else None
+        if launched is not None and self.config.role == "prefill":
+            self._hand_over(launched.plan)
         if self._running is not None:
             emissions += self._take_result()
         self._running = launched
@@ -188,13 +193,15 @@ class Engine:
         return emissions
 
     def _queue(self, request: Request) -> list[Emission]:
+        if request.finish_reason is not None:
+            return []  # cancelled before it came
         if request.prefilled is not None and request.prefilled.location is None:
             return [Emission(request, output)] if (output := self.scheduler.pulled(request)) else []
         if self.scheduler.overflows():
             assert self.peers.hand_over is not None
             self.counts.overflowed += 1
             self.scheduler.hand_over(request)
-            self.peers.hand_over(request, None)
+            self.peers.hand_over(request, False)
         else:
             self.scheduler.add(request)
         return []
@@ -233,21 +240,27 @@ class Engine:
         for row, tokens in zip(running.plan.rows, running.wait()):
             output = self.scheduler.apply(row, tokens)
             if self.config.role == "prefill":
-                self._hand_over(row.request, tokens)
+                self._export(row.request, tokens)
             elif output is not None:
                 emissions.append(Emission(row.request, output))
         return emissions
 
-    def _hand_over(self, request: Request, tokens: list[int]) -> None:
+    def _hand_over(self, plan: StepPlan) -> None:
+        """While the prefills run, so that the way to a decode instance costs no time."""
+        assert self.peers.hand_over is not None
+        for row in plan.rows:
+            self.counts.handed_over += 1
+            self.peers.hand_over(row.request, True)
+
+    def _export(self, request: Request, tokens: list[int]) -> None:
         if request not in self.scheduler.handed_over:
             return
-        assert self.peers.hand_over is not None
+        assert self.peers.prefilled is not None
         assert self.transport is not None
         location = None
         if request.pages:
             location = self._exports[request] = self.transport.export(request.pages)
-        self.counts.handed_over += 1
-        self.peers.hand_over(request, Prefilled(tokens, location))
+        self.peers.prefilled(request, Prefilled(tokens, location))
 
     def _forget_export(self, request: Request) -> None:
         if (location := self._exports.pop(request, None)) is not None:

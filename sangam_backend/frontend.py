@@ -68,7 +68,7 @@ class Frontend:
         """The request of a handover, as it stands there."""
         request = self._make(handover.request_id, handover.prompt, handover.params, stream)
         request.arrival = handover.arrival
-        request.resume(handover.canvas, handover.prefilled)
+        request.resume(handover.canvas)
         return request
 
     def _make(

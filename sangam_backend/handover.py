@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sangam_backend.request import ErrorCode, Prefilled, RequestError, SamplingParams
+from sangam_backend.request import ErrorCode, RequestError, SamplingParams
 from sangam_backend.rules import Confidence, Unmasking
 
 KEY_BYTES = 32
@@ -58,8 +58,8 @@ class Handover:
     params: SamplingParams
     canvas: list[int]
     """Tokens of the blocks before."""
-    prefilled: Prefilled | None
-    """None where the decode instance has to run the prefill too."""
+    prefill_follows: bool
+    """Whether the owner runs the prefill and will report it, else the decode instance has to."""
     deadline: float | None
     options: dict[str, Any]
     """How the client wants to be answered."""
@@ -87,12 +87,7 @@ class Handover:
             "confidence": Confidence(values["params"]["confidence"]),
             "stop": tuple(values["params"]["stop"]),
         }
-        prefilled = values["prefilled"]
-        values |= {
-            "owner": Process(**values["owner"]),
-            "params": SamplingParams(**params),
-            "prefilled": None if prefilled is None else Prefilled(*prefilled),
-        }
+        values |= {"owner": Process(**values["owner"]), "params": SamplingParams(**params)}
         return cls(**values)
 
 

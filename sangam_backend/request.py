@@ -208,7 +208,7 @@ class Request:
         self.forward_in_block = 0
         self.masks = self.params.block_length
 
-    def resume(self, canvas: Sequence[int], prefilled: Prefilled | None) -> None:
+    def resume(self, canvas: Sequence[int]) -> None:
         """Takes over a request for its next block alone, the ones before it committed elsewhere.
 
         Args:
@@ -218,7 +218,6 @@ class Request:
         self.block = self.last_block = self.finished_blocks = (
             len(canvas) // self.params.block_length
         )
-        self.prefilled = prefilled
         self._grow_prefix()
         self._take_output()
 

@@ -16,7 +16,7 @@ import train
 from exact_match import decode, make_questions
 from make_tiny import CONTEXT, EMBEDDING_ROWS, FAMILIES, TEXT_TOKENS, vocabulary, write
 from tiny_model import Model, save_weights
-from training_data import BLOCK, CANVAS_BLOCKS, encoder, make_chunk
+from training_data import BLOCK, CANVAS_BLOCKS, FINE, encoder, make_chunk
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.frontend import Prompt, open_frontend
@@ -144,7 +144,7 @@ def test_rows(family: str) -> None:
     shape = FAMILIES[family]
     assert sum(len(rows.starts) for rows in groups.values()) == 300
     for length, rows in groups.items():
-        assert length % BLOCK == 0
+        assert length % FINE == 0
         assert length <= CONTEXT
         for row, start, end in zip(*rows):
             assert 0 < start < end <= length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,13 +48,14 @@ class Cluster:
                 **settings,
             )
 
-        self.prefill = Engine(config("prefill"), Peers(hand_over=self.hand_over))
+        self.prefill = Engine(config("prefill"), Peers(self.hand_over, self.prefilled))
         self.decoders = [
             Engine(config("decode"), Peers(pulled=self.pulled)) for _ in range(num_decoders)
         ]
         self.told: dict[Request, Told] = {}
         self.streams: set[Request] = set()
         self._owners: dict[Request, Request] = {}
+        self._expected: dict[Request, tuple[Engine, Request]] = {}
         self._rng = random.Random(name)
 
     def submit(self, job: Job, stream: bool = False) -> Request:
@@ -64,7 +66,7 @@ class Cluster:
         self.prefill.submit(request)
         return request
 
-    def hand_over(self, request: Request, prefilled: Prefilled | None) -> None:
+    def hand_over(self, request: Request, prefill_follows: bool) -> None:
         handover = Handover(
             id="",
             guard=False,
@@ -75,7 +77,7 @@ class Cluster:
             prompt=request.prompt,
             params=request.params,
             canvas=request.canvas[: request.block * request.params.block_length],
-            prefilled=prefilled,
+            prefill_follows=prefill_follows,
             deadline=None,
             options={},
         )
@@ -83,6 +85,14 @@ class Cluster:
         decoder = self._rng.choice(self.decoders)
         restored = decoder.frontend.restore_request(handover, request in self.streams)
         self._owners[restored] = request
+        if prefill_follows:
+            self._expected[request] = decoder, restored
+        else:
+            decoder.submit(restored)
+
+    def prefilled(self, request: Request, prefilled: Prefilled) -> None:
+        decoder, restored = self._expected.pop(request)
+        restored.prefilled = Prefilled(**json.loads(json.dumps(prefilled._asdict())))
         decoder.submit(restored)
 
     def pulled(self, request: Request) -> None:
@@ -215,7 +225,7 @@ def test_a_handover_from_elsewhere_is_refused() -> None:
         prompt=request.prompt,
         params=request.params,
         canvas=[],
-        prefilled=None,
+        prefill_follows=True,
         deadline=None,
         options={},
     )
@@ -224,3 +234,21 @@ def test_a_handover_from_elsewhere_is_refused() -> None:
     for forged in (b"", data[:-1] + b"]", data[1:], handover.to_bytes(b"other")):
         with pytest.raises(RequestError, match="was not made by"):
             Handover.from_bytes(forged, KEY)
+
+
+def test_a_request_cancelled_before_its_prefill_has_come() -> None:
+    cluster = Cluster("llada_tiny", num_decoders=1)
+    (decoder,) = cluster.decoders
+    cluster.submit(([1, 2, 3], {"max_tokens": 32}))
+    while not cluster._expected:
+        cluster.prefill.step()
+    ((_, restored),) = cluster._expected.values()
+    decoder.cancel(restored, RequestError(ErrorCode.CANCELLED, "the client left"))
+    while cluster._expected:
+        cluster.prefill.step()
+    cluster.run()
+    (told,) = cluster.told.values()
+    assert told.end is not None
+    assert told.end.error is not None
+    assert told.end.error.code is ErrorCode.CANCELLED
+    cluster.assert_idle()

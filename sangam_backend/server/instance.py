@@ -115,11 +115,10 @@ class Instance:
             if self._failure is not None:
                 raise self._failure
             self._clients[request] = client
-        self._welcome(request, client)
-        self.engine.submit(request)
+        self._begin(request)
 
-    def _welcome(self, request: Request, client: Client) -> None:
-        """What a role does before it begins with a request."""
+    def _begin(self, request: Request) -> None:
+        self.engine.submit(request)
 
     def _wait_for_room(self, client: Client) -> None:
         while True:

@@ -1,8 +1,10 @@
 """The halves of disaggregated serving, which together do what a colocated instance does.
 
 The ensemble is a pipeline of blocks. The prefill instance owns a request; for each block it sends
-one response, the handover, for which Triton starts a step on a decode instance. That one pulls the
-K/V, decodes the block, answers the client, and reports straight back; then comes the next block.
+one response, the handover, for which Triton starts a step on a decode instance. The handover goes
+out when the prefill is launched, and the prefill's result follows it past Triton. The decode
+instance then pulls the K/V, decodes the block, answers the client, and reports straight back; then
+comes the next block.
 
 Triton 24.10 never ends a request of a process that has died, and keeps one for ever that fails
 before the last of its steps has ended. Hence the guard: the first handover of a request only asks
@@ -52,6 +54,8 @@ class Lent:
     """When the decode instance last gave a sign, or the handover was sent."""
     address: str | None = None
     """Of the decode instance that has taken it."""
+    prefilled: Prefilled | None = None
+    """Kept until then."""
 
     def is_lost(self, now: float, pool_is_full: bool) -> bool:
         silence = now - self.heard
@@ -89,18 +93,33 @@ class PrefillInstance(Instance):
     """Owns requests, runs their prefills, and hands their blocks over."""
 
     def __init__(self, args: dict[str, str], config: EngineConfig) -> None:
-        super().__init__(args, config, Peers(hand_over=self._hand_over))
+        super().__init__(args, config, Peers(self._hand_over, self._prefilled))
         self._owner = Process.current()
         self._lent: dict[str, Lent] = {}
+        self._blocks: dict[Request, str] = {}
+        """The handovers in `_lent` that are no guards."""
         self._ended: dict[Request, RequestError | None] = {}
         """Outcome of requests whose guard has still to leave."""
         self._pool_full = 0.0
         """When a decode instance last said that it takes no more."""
         self._link = Link(self._receive)
 
-    def _hand_over(self, request: Request, prefilled: Prefilled | None) -> None:
+    def _hand_over(self, request: Request, prefill_follows: bool) -> None:
         """See `Peers.hand_over`."""
-        self._outbox.put(lambda: self._send_handover(request, prefilled, guard=False))
+        id = self._lend(request, guard=False)
+        self._outbox.put(lambda: self._send_handover(id, prefill_follows))
+
+    def _prefilled(self, request: Request, prefilled: Prefilled) -> None:
+        """See `Peers.prefilled`."""
+        with self._room:
+            id = self._blocks.get(request)
+            if id is None:
+                return
+            lent = self._lent[id]
+            if lent.address is None:
+                lent.prefilled = prefilled
+                return
+        self._send_prefilled(id, lent.address, prefilled)
 
     def close(self) -> None:
         super().close()
@@ -110,34 +129,53 @@ class PrefillInstance(Instance):
         return False
 
     def _num_held(self) -> int:
-        return len(self._clients) - sum(not lent.guard for lent in self._lent.values())
+        return len(self._clients) - len(self._blocks)
 
-    def _welcome(self, request: Request, client: Client) -> None:
-        self._send_handover(request, None, guard=True)
+    def _begin(self, request: Request) -> None:
+        self._send_handover(self._lend(request, guard=True), prefill_follows=False)
+        super()._begin(request)
 
-    def _send_handover(self, request: Request, prefilled: Prefilled | None, guard: bool) -> None:
+    def _lend(self, request: Request, guard: bool) -> str:
+        id = secrets.token_hex(8)
         with self._room:
-            client = self._clients.get(request)
-            if client is None or request in self._ended:
-                return
-            id = secrets.token_hex(8)
             self._lent[id] = Lent(request, guard, time.monotonic())
+            if not guard:
+                self._blocks[request] = id
             self._room.notify_all()
+        return id
+
+    def _take(self, id: str) -> Lent:
+        """Ends a loan; the caller holds the lock."""
+        lent = self._lent.pop(id)
+        if not lent.guard:
+            del self._blocks[lent.request]
+        return lent
+
+    def _send_handover(self, id: str, prefill_follows: bool) -> None:
+        with self._room:
+            lent = self._lent.get(id)
+            client = self._clients.get(lent.request) if lent is not None else None
+        if lent is None or client is None:
+            return
+        request = lent.request
         handover = Handover(
             id=id,
-            guard=guard,
+            guard=lent.guard,
             owner=self._owner,
             reply_to=self._link.receiver.address,
             request_id=request.request_id,
             arrival=request.arrival,
-            prompt=[] if guard else request.prompt,
+            prompt=[] if lent.guard else request.prompt,
             params=request.params,
             canvas=request.canvas[: request.block * request.params.block_length],
-            prefilled=prefilled,
+            prefill_follows=prefill_follows,
             deadline=client.deadline,
             options=asdict(client.options),
         )
         client.reply.send(build_handover(handover.to_bytes(self._link.key)), final=False)
+
+    def _send_prefilled(self, id: str, address: str, prefilled: Prefilled) -> None:
+        self._link.send(address, "prefilled", [id], **prefilled._asdict())
 
     def _receive(self, report: Report) -> None:
         kind, now = report["kind"], time.monotonic()
@@ -149,14 +187,17 @@ class PrefillInstance(Instance):
                 if lent is None:
                     continue
                 lent.heard, lent.address = now, report["from"]
+                prefilled, lent.prefilled = lent.prefilled, None
                 if kind in ("done", "failed", "left"):
-                    del self._lent[id]
+                    self._take(id)
+            if prefilled is not None:
+                self._send_prefilled(id, lent.address, prefilled)
             self._follow(kind, lent, report)
 
     def _follow(self, kind: str, lent: Lent, report: Report) -> None:
         request = lent.request
-        if kind == "taken" and lent.guard and request in self._ended:
-            self._dismiss_guard(request)
+        if kind in ("taken", "done", "failed") and request in self._ended:
+            self._wind_up(request)
         elif kind == "pulled":
             self.engine.release(request)
         elif kind == "done":
@@ -168,13 +209,15 @@ class PrefillInstance(Instance):
             self._answer(request)
 
     def _send(self, request: Request, output: Output) -> None:
-        """Lets the guard go, after which the request can be ended."""
         if request in self._clients:
             self._ended[request] = error_of(output)
-            self._dismiss_guard(request)
+            self._wind_up(request)
 
-    def _dismiss_guard(self, request: Request) -> None:
+    def _wind_up(self, request: Request) -> None:
+        """Lets the guard of an ended request go, unless its block has still to come back."""
         with self._room:
+            if request in self._blocks:
+                return
             guards = {
                 id: lent.address
                 for id, lent in self._lent.items()
@@ -200,17 +243,19 @@ class PrefillInstance(Instance):
     def _out_of_hand(self) -> set[Request]:
         """Those whose block a decode instance works on, which then ends the step first."""
         with self._room:
-            return {lent.request for lent in self._lent.values() if not lent.guard}
+            return set(self._blocks)
 
     def _watch(self, now: float) -> None:
         with self._room:
             pool_is_full = now - self._pool_full < LEASE_SECONDS
             lost = [id for id, lent in self._lent.items() if lent.is_lost(now, pool_is_full)]
-            losses = [self._lent.pop(id) for id in lost]
+            losses = [self._take(id) for id in lost]
         for lent in losses:
             if lent.guard and lent.request in self._ended:
                 self._ended[lent.request] = self._ended[lent.request] or lent.loss()
                 self._answer(lent.request)
+            elif lent.request in self._ended:
+                self._wind_up(lent.request)
             self.engine.cancel(lent.request, lent.loss())
 
 
@@ -223,6 +268,8 @@ class DecodeInstance(Instance):
         """From the moment of arrival, in the backlog's queue too."""
         self._guarded: dict[str, Reply] = {}
         self._handovers: dict[Request, Handover] = {}
+        self._half_met: dict[str, Request | Prefilled] = {}
+        """Of handovers whose prefill follows: what came first."""
         self._owners: set[str] = set()
         """Addresses of the prefill instances."""
         self._next_beat = 0.0
@@ -269,6 +316,28 @@ class DecodeInstance(Instance):
             del self._handovers[request]
             raise
 
+    def _begin(self, request: Request) -> None:
+        handover = self._handovers[request]
+        if handover.prefill_follows:
+            self._meet(handover.id, request)
+        else:
+            super()._begin(request)
+
+    def _meet(self, id: str, half: Request | Prefilled) -> None:
+        """Begins with a request when both it and its prefill are here."""
+        with self._room:
+            if id not in self._held:
+                return
+            other = self._half_met.pop(id, None)
+            if other is None:
+                self._half_met[id] = half
+                return
+        request, prefilled = (half, other) if isinstance(half, Request) else (other, half)
+        assert isinstance(request, Request)
+        assert isinstance(prefilled, Prefilled)
+        request.prefilled = prefilled
+        super()._begin(request)
+
     def _give_back(self, handover: Handover, reply: Reply, error: Exception) -> None:
         """Leaves it to the prefill instance to refuse the client."""
         if not isinstance(error, RequestError):
@@ -295,6 +364,7 @@ class DecodeInstance(Instance):
         reply.finish()
         with self._room:
             self._held.pop(handover.id, None)
+            self._half_met.pop(handover.id, None)
             self._room.notify_all()
 
     def _report_done(self, request: Request, handover: Handover) -> None:
@@ -306,13 +376,19 @@ class DecodeInstance(Instance):
         self._link.send(handover.reply_to, kind, [handover.id], **values)
 
     def _receive(self, report: Report) -> None:
-        """A prefill instance needs a guard no longer."""
         for id in report["ids"]:
-            with self._room:
-                reply, handover = self._guarded.pop(id, None), self._held.get(id)
-            if reply is not None and handover is not None:
-                self._end_step(handover, reply)
-                self._report(handover, "left")
+            if report["kind"] == "prefilled":
+                self._meet(id, Prefilled(report["tokens"], report["location"]))
+            else:
+                self._dismiss(id)
+
+    def _dismiss(self, id: str) -> None:
+        """Lets a guard go, which its prefill instance needs no longer."""
+        with self._room:
+            reply, handover = self._guarded.pop(id, None), self._held.get(id)
+        if reply is not None and handover is not None:
+            self._end_step(handover, reply)
+            self._report(handover, "left")
 
     def _watch(self, now: float) -> None:
         if now < self._next_beat:
