@@ -17,7 +17,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +28,15 @@ from tiny_model import Model, save_weights
 from torch import Tensor
 from training_data import Rows, count_tokens, encoder, make_rows
 
-MUON_RATE, ADAM_RATE, WARMUP_STEPS = 0.02, 3e-3, 200
-WEIGHT_DECAY = 0.01
+PEAK_RATE, LEAST_RATE, WARMUP_STEPS = 1.5e-3, 1e-5, 200
+WEIGHT_DECAY = 0.05
 EMA_DECAY = 0.998
 EOS_WEIGHT = 0.05
 LATER_BLOCK_WEIGHT = 0.1
 FIRST_LENGTH = 256
 COMMITS = (1, 4)
 """Tokens a forward in the evaluation."""
+LENGTHS_PER_STEP = 2
 LOG_STEPS = 500
 
 log = logging.getLogger("train")
@@ -107,27 +108,23 @@ def make_loss(model: Model, device: torch.device) -> Callable[[Tensor, Tensor, T
     return torch.compile(loss, dynamic=True) if device.type == "cuda" else loss
 
 
-def make_optimizers(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the rest."""
-    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    return [
-        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=WEIGHT_DECAY),
-        torch.optim.AdamW(
-            others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
-        ),
-    ]
+def make_optimizer(model: Model) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
+    )
 
 
-def rate_factor(step: int, fraction: float) -> float:
-    """Of the peak learning rate: a short rise, then half a cosine down to 0."""
+def learning_rate(step: int, fraction: float) -> float:
     cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, fraction))
-    return min(1.0, (step + 1) / WARMUP_STEPS) * cosine
+    return PEAK_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * cosine + LEAST_RATE
 
 
 def length_limit(fraction: float) -> float:
-    """Short rows first: all lengths take part from a third of the training on."""
-    return FIRST_LENGTH * 2 ** (9 * fraction)
+    """Short rows first: all lengths take part from the middle of the training on."""
+    return FIRST_LENGTH * 2 ** (6 * fraction)
 
 
 class Trainer:
@@ -135,8 +132,7 @@ class Trainer:
         self.model, self.family, self.batches = model, family, batches
         self.device = batches[0].tokens.device
         self.loss = make_loss(model, self.device)
-        self.optimizers = make_optimizers(model)
-        self._peaks = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
+        self.optimizer = make_optimizer(model)
         self.parameters = list(model.parameters())
         self.averages = [p.detach().clone() for p in self.parameters]
         self._lengths = [batch.length for batch in batches]
@@ -154,11 +150,14 @@ class Trainer:
         log.info("%d steps", step)
 
     def _step(self, step: int, fraction: float) -> Tensor:
-        loss = self._backward(self._pick(fraction))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, fraction)
+        self.optimizer.zero_grad()
+        # Rows of one length are much of one task, so a step sees several lengths.
+        losses = [self._backward(self._pick(fraction)) for _ in range(LENGTHS_PER_STEP)]
+        loss = torch.stack(losses).mean()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        for optimizer, peak in zip(self.optimizers, self._peaks):
-            optimizer.param_groups[0]["lr"] = peak * rate_factor(step, fraction)
-            optimizer.step()
+        self.optimizer.step()
         decay = min(EMA_DECAY, step / (step + 10))
         torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], 1 - decay)
         return loss
@@ -168,13 +167,12 @@ class Trainer:
         return self.batches[self._rng.randrange(max(1, allowed))]
 
     def _backward(self, batch: Batch) -> Tensor:
-        self.model.zero_grad()
         ids, weight = corrupt(batch, self.family)
         shift = self.family.logit_shift
         targets, weight = batch.tokens.long().roll(-shift, 1), weight.roll(-shift, 1)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             loss = self.loss(ids, targets, weight)
-        loss.backward()
+        (loss / LENGTHS_PER_STEP).backward()
         return loss.detach()
 
     def finish(self) -> None:
@@ -234,7 +232,12 @@ def main() -> None:
     family = FAMILIES[args.family]
     model = Model(family).to(device)
     log.info("%.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
-    trainer = Trainer(model, family, make_batches(rows, args.tokens_per_step, device), args.seed)
+    trainer = Trainer(
+        model,
+        family,
+        make_batches(rows, args.tokens_per_step // LENGTHS_PER_STEP, device),
+        args.seed,
+    )
     trainer.train(args.seconds, args.steps)
     trainer.finish()
     write(args.family, args.out)
