@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 from sangam_backend.config import EngineConfig, ModelConfig
 from sangam_backend.engine import Engine
-from sangam_backend.frontend import Prompt
 from sangam_backend.pages import PAGE_SIZE
 from sangam_backend.plan import Row, StepPlan
+from sangam_backend.prompt import Prompt
 from sangam_backend.request import Request
 from sangam_backend.rules import Commit, Count
 from sangam_backend.runner import Launch

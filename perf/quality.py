@@ -29,7 +29,7 @@ from tqdm import tqdm
 from sangam_backend.config import Cache, EngineConfig
 from sangam_backend.device import pick_device
 from sangam_backend.engine import Engine
-from sangam_backend.frontend import Prompt
+from sangam_backend.prompt import Prompt
 from sangam_backend.request import FinishReason, Output, Request, RequestError
 
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,35 +12,9 @@ from sangam_backend.handover import Handover
 from sangam_backend.models import find_checkpoint
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.parameters import Limits, invalid, parse_sampling
+from sangam_backend.prompt import Prompt
 from sangam_backend.request import Request, SamplingParams
 from sangam_backend.text import TextStream, Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The three forms a prompt may have; exactly one is given."""
-
-    input_ids: list[int] | None = None
-    text_input: str | None = None
-    messages: list[Any] | None = None
-
-    def __post_init__(self) -> None:
-        forms = ("text_input", "messages", "input_ids")
-        given = [name for name in forms if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise invalid(f"exactly one of {', '.join(forms)} must be given, found {found}")
-
-
-def parse_messages(text: str) -> list[Any]:
-    """The messages input, a JSON list."""
-    try:
-        messages = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"messages is not valid JSON: {error}") from None
-    if not isinstance(messages, list):
-        raise invalid(f"messages must be a JSON list, not {type(messages).__name__}")
-    return messages
 
 
 @dataclass(frozen=True, slots=True)

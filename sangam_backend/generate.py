@@ -11,9 +11,10 @@ from tqdm import tqdm
 from sangam_backend.config import EngineConfig
 from sangam_backend.device import pick_device, pick_dtype
 from sangam_backend.engine import Engine
-from sangam_backend.frontend import Frontend, Prompt, open_frontend
+from sangam_backend.frontend import Frontend, open_frontend
 from sangam_backend.models import load_model
 from sangam_backend.parameters import invalid
+from sangam_backend.prompt import Prompt
 from sangam_backend.reference import Predictor, ServingSampler, generate
 from sangam_backend.request import Output, Request, RequestError
 

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import http.client
 import importlib.util
+import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -34,6 +36,11 @@ MODEL_NAME = "sangam"
 REPOSITORY = Path(__file__).parent.parent / "model_repository"
 SHARED_MEMORY = Path("/dev/shm")
 RESTRICTED = "model-repository,shared-memory,logging,trace"
+GONE = "UNAVAILABLE"
+CALL_SECONDS = 5.0
+LEAVE_SECONDS = 2.0
+POLL_SECONDS = 0.1
+IDLE_POLLS = 3
 
 
 class Endpoints(NamedTuple):
@@ -114,6 +121,8 @@ class Server:
         self.endpoints = endpoints
         self.grace = grace
         self.stopping = False
+        self._is_serving = False
+        self._key = secrets.token_hex(16)
         self.region = f"sangam_{os.getpid()}_{secrets.token_hex(4)}"
 
     def __enter__(self) -> Server:
@@ -126,12 +135,17 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        deadline = time.monotonic() + self.grace
+        drained = self._is_serving and self._drain(deadline)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(self.grace)
+            # An idle gRPC stream holds up even a server that has nothing left to do.
+            self.process.wait(LEAVE_SECONDS if drained else max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            print("sangam: the server outlasted its grace time and is killed", file=sys.stderr)
-        # The stubs share the server's group; whatever is left of it holds memory.
+            if not drained:
+                print("sangam: the server outlasted its grace time and is killed", file=sys.stderr)
+        # The stubs and engines share the server's group; whatever is left of it holds memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -139,28 +153,62 @@ class Server:
             left.unlink(missing_ok=True)
         shutil.rmtree(meeting_path(self.process.pid), ignore_errors=True)
 
-    def stop(self) -> None:
-        """Asks the server to refuse new requests and finish those that run."""
-        if self.process.poll() is None and not self.stopping:
-            self.process.send_signal(signal.SIGTERM)
-        self.stopping = True
+    def _drain(self, deadline: float) -> bool:
+        """Unloads the models, which refuses new requests and lets those that run finish.
+
+        Returns:
+            Whether they all did.
+
+        On a signal Triton 24.10 would start no further step of an ensemble.
+        """
+        models = {path.parent.parent.name for path in self.repository.glob("*/*/model.py")}
+        for name in (MODEL_NAME, *(models - {MODEL_NAME})):
+            self._call(f"/v2/repository/models/{name}/unload")
+        idle_polls = 0
+        while self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            index = self._call("/v2/repository/index")
+            states = {each["name"]: each.get("state") for each in json.loads(index or b"[]")}
+            if states and all(states.get(name) == GONE for name in models):
+                return True
+            # A gRPC stream that stays open keeps its model from going.
+            idle_polls = idle_polls + 1 if self._is_idle() else 0
+            if idle_polls == IDLE_POLLS:
+                return True
+        return False
+
+    def _is_idle(self) -> bool:
+        _, text = self._http(self.endpoints.metrics_port, "GET", "/metrics")
+        held = re.findall(rb"^sangam_requests_\w+\{.*\} (\S+)$", text, re.MULTILINE)
+        return bool(held) and not any(map(float, held))
+
+    def _call(self, path: str) -> bytes:
+        """Posts to an administrative endpoint."""
+        return self._http(self.endpoints.http_port, "POST", path)[1]
+
+    def _http(self, port: int, method: str, path: str) -> tuple[int, bytes]:
+        """Status and body; 0 when the server does not answer."""
+        host, key = _reachable(self.endpoints.host), {"sangam-admin-key": self._key}
+        connection = http.client.HTTPConnection(host, port, timeout=CALL_SECONDS)
+        with contextlib.closing(connection):
+            try:
+                connection.request(method, path, "{}" if method == "POST" else None, key)
+                response = connection.getresponse()
+                return response.status, response.read()
+            except (OSError, http.client.HTTPException):
+                return 0, b""
 
     def wait_until_ready(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.process.poll() is None and not self.stopping:
             if self._is_ready():
+                self._is_serving = True
                 return True
             time.sleep(0.1)
         return False
 
     def _is_ready(self) -> bool:
-        host, port = _reachable(self.endpoints.host), self.endpoints.http_port
-        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=1)) as connection:
-            try:
-                connection.request("GET", "/v2/health/ready")
-                return connection.getresponse().status == 200
-            except (OSError, http.client.HTTPException):
-                return False
+        return self._http(self.endpoints.http_port, "GET", "/v2/health/ready")[0] == 200
 
     def failed_start(self, timeout: float) -> int:
         if self.stopping:
@@ -186,7 +234,6 @@ class Server:
 
     def _command(self) -> list[str]:
         host, http_port, grpc_port, metrics_port = self.endpoints
-        key = secrets.token_hex(16)
         return [
             str(self.triton.executable),
             f"--model-repository={self.repository}",
@@ -201,8 +248,8 @@ class Server:
             f"--metrics-address={host}",
             f"--metrics-port={metrics_port}",
             f"--exit-timeout-secs={int(self.grace)}",
-            f"--http-restricted-api={RESTRICTED}:sangam-admin-key={key}",
-            f"--grpc-restricted-protocol={RESTRICTED}:sangam-admin-key={key}",
+            f"--http-restricted-api={RESTRICTED}:sangam-admin-key={self._key}",
+            f"--grpc-restricted-protocol={RESTRICTED}:sangam-admin-key={self._key}",
             "--grpc-keepalive-time=10000",
             "--grpc-keepalive-timeout=5000",
             "--grpc-http2-min-recv-ping-interval-without-data=5000",
@@ -219,7 +266,7 @@ def stop_signals(server: Server) -> Iterator[None]:
             server.grace = 0
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGKILL)
-        server.stop()
+        server.stopping = True
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -45,6 +45,9 @@ class RequestError(Exception):
         super().__init__(message)
         self.code = code
 
+    def __reduce__(self) -> tuple[type[RequestError], tuple[ErrorCode, str]]:
+        return RequestError, (self.code, str(self))
+
 
 class FinishReason(enum.Enum):
     STOP = "stop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from sangam_backend import unmasking
 from sangam_backend.attention import PagedAttention, SdpaAttention, new_pool
 from sangam_backend.buffers import DeviceState, HostBatch, StepInputs, to_device
-from sangam_backend.config import EngineConfig
+from sangam_backend.config import ConfigError, EngineConfig
 from sangam_backend.graphs import GraphSize, StepGraphs, graph_sizes
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.pages import PAGE_SIZE
@@ -193,6 +194,11 @@ def new_workspace(config: EngineConfig, device: torch.device) -> Tensor | None:
     """FlashInfer's scratch memory, shared by all its wrappers; None where SDPA attends."""
     if device.type == "cpu" or config.attention == "sdpa":
         return None
+    if importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "attention on CUDA needs FlashInfer: pip install 'sangam[cuda]', "
+            "or set attention to sdpa"
+        )
     from sangam_backend.flashinfer_attention import WORKSPACE_BYTES
 
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from sangam_backend.config import EngineConfig
-from sangam_backend.frontend import Frontend, Prompt, open_frontend
+from sangam_backend.frontend import Frontend, open_frontend
 from sangam_backend.models import load_model
 from sangam_backend.models.transformer import Transformer
+from sangam_backend.prompt import Prompt
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = ("llada_tiny", "llada_gqa_tiny", "dream_tiny")

@@ -19,8 +19,9 @@ from tiny_model import Model, save_weights
 from training_data import BLOCK, CANVAS_BLOCKS, FINE, encoder, make_chunk
 
 from sangam_backend.config import EngineConfig
-from sangam_backend.frontend import Prompt, open_frontend
+from sangam_backend.frontend import open_frontend
 from sangam_backend.models import load_model
+from sangam_backend.prompt import Prompt
 from sangam_backend.reference import Predictor, ServingSampler, generate
 from sangam_backend.text import Tokenizer
 

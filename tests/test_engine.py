@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from importlib.util import find_spec
 from typing import Any, get_args
 
 import goldens
 import pytest
+import torch
 
 from sangam_backend.config import Cache, ConfigError, EngineConfig
 from sangam_backend.engine import Engine
-from sangam_backend.frontend import Prompt, open_frontend
+from sangam_backend.frontend import open_frontend
 from sangam_backend.models.transformer import Transformer
+from sangam_backend.prompt import Prompt
 from sangam_backend.reference import Predictor, ServingSampler, generate
 from sangam_backend.request import FinishReason, Output, Request, RequestError
+from sangam_backend.runner import new_workspace
 
 Job = tuple[list[int], dict[str, Any]]
 Answer = tuple[list[int], FinishReason | None, int]
@@ -219,3 +223,9 @@ def test_open_frontend_limits() -> None:
     assert engine.frontend.limits.max_sequence_length == 100
     with pytest.raises(ConfigError, match="limited to 2048"):
         open_engine("dream_tiny", max_sequence_length=4096)
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="FlashInfer is installed")
+def test_cuda_without_flashinfer_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"needs FlashInfer: pip install 'sangam\[cuda\]'"):
+        new_workspace(EngineConfig(model=""), torch.device("cuda"))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sangam_backend.frontend import Prompt, parse_messages
 from sangam_backend.parameters import Limits, parse_json, parse_sampling
+from sangam_backend.prompt import Prompt, parse_messages
 from sangam_backend.request import ErrorCode, RequestError, SamplingParams
 from sangam_backend.rules import Confidence, Unmasking
 

@@ -21,7 +21,7 @@ class Floor(NamedTuple):
     hard: float
 
 
-TASKS = ("subtract", "sort", "repeat")
+TASKS = ("sort", "repeat")
 """Those that the committed weights know."""
 ITEMS = 12
 FLOORS = {

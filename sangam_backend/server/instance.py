@@ -1,19 +1,18 @@
-"""One instance of the Triton model: the engine and the threads around it."""
+"""One instance of the model in its engine process: the engine and the threads around it."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import triton_python_backend_utils as pb_utils
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.engine import Emission, Engine, Peers
@@ -24,13 +23,16 @@ from sangam_backend.request import (
     Request,
     RequestError,
 )
-from sangam_backend.server.metrics import Metrics
+from sangam_backend.server.channel import Channel, Readings, Start
+from sangam_backend.server.options import Incoming, Options
+from sangam_backend.server.readings import read_all
 from sangam_backend.server.reply import Reply
-from sangam_backend.server.wire import Options, build_response, read_request
 
 POLL_SECONDS = 0.02
-WATCH_SECONDS = 0.5
+SIGN_SECONDS = 1.0
 DRAIN_SECONDS = 30.0
+
+log = logging.getLogger("sangam")
 
 
 class Client(NamedTuple):
@@ -43,24 +45,25 @@ class Client(NamedTuple):
 class Instance:
     """Owns the engine thread, the response thread and the poll thread.
 
-    Triton's own thread calls `accept`; it blocks while the backlog is full, so that Triton gives
-    the next request to an instance that has room.
+    `accept` blocks while the backlog is full, so that Triton gives the next request to an instance
+    that has room.
     """
 
-    def __init__(self, args: dict[str, str], config: EngineConfig, peers: Peers) -> None:
-        _start(_follow_server, os.getppid())
-        name = args["model_instance_name"]
-        _share_cores(json.loads(args["model_config"]))
+    def __init__(self, start: Start, channel: Channel, config: EngineConfig, peers: Peers) -> None:
+        name = start.args["model_instance_name"]
+        _share_cores(json.loads(start.args["model_config"]))
         self.engine = Engine(replace(config, device=_own_device(config.device, name)), peers)
         facts = ", ".join(f"{name} {value}" for name, value in self.engine.describe().items())
-        pb_utils.Logger.log_info(f"{name}: {facts}")
+        log.info("%s: %s", name, facts)
         self._backlog = config.backlog or config.max_batch_size
         self._clients: dict[Request, Client] = {}
         self._room = threading.Condition()
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._failure: RequestError | None = None
-        self._metrics = Metrics({"model": args["model_name"], "instance": name})
+        self._channel = channel
+        self._read: dict[str, float] = {}
+        self._next_sign = 0.0
         self._engine_thread = threading.Thread(target=self._run_engine, daemon=True)
         self._response_thread = threading.Thread(target=self._respond, daemon=True)
         self._poll_thread = threading.Thread(target=self._poll, daemon=True)
@@ -69,11 +72,10 @@ class Instance:
         for thread in (self._engine_thread, self._response_thread, self._poll_thread):
             thread.start()
 
-    def accept(self, triton_request: Any) -> None:
+    def accept(self, content: Any, reply: Reply) -> None:
         """Checks a request and hands it to the engine, or refuses it."""
-        reply = Reply(triton_request.get_response_sender())
         try:
-            self._accept(triton_request, reply)
+            self._accept(content, reply)
         except RequestError as error:
             reply.refuse(error)
         except Exception as error:
@@ -89,16 +91,14 @@ class Instance:
         self._answer_all(RequestError(ErrorCode.UNAVAILABLE, "the server is shutting down"))
         self._outbox.put(None)
         self._response_thread.join()
-        # A response sender that a thread still holds when the process ends crashes the stub.
         self._poll_thread.join()
-        self._metrics.close()
         self.engine.close()
 
     def _is_drained(self) -> bool:
         return not self._clients
 
-    def _accept(self, triton_request: Any, reply: Reply) -> None:
-        incoming = read_request(triton_request)
+    def _accept(self, content: Any, reply: Reply) -> None:
+        incoming: Incoming = content
         request = self.engine.frontend.new_request(
             incoming.request_id, incoming.prompt, incoming.sampling, self._streams(incoming.options)
         )
@@ -155,9 +155,7 @@ class Instance:
         failure = RequestError(ErrorCode.INTERNAL, f"the engine failed: {error!r}")
         with self._room:
             self._failure = failure
-        pb_utils.Logger.log_error(
-            "the engine failed\n" + "".join(traceback.format_exception(error))
-        )
+        log.error("the engine failed", exc_info=error)
         self._answer_all(failure)
         os._exit(1)
 
@@ -173,7 +171,7 @@ class Instance:
             try:
                 send()
             except Exception:
-                pb_utils.Logger.log_error(traceback.format_exc())
+                log.exception("a response could not be sent")
 
     def _send(self, request: Request, output: Output) -> None:
         client = self._take_client(request, output.done)
@@ -183,7 +181,7 @@ class Instance:
             client.reply.refuse(error)
             return
         try:
-            client.reply.send(build_response(request, client.options, output), output.done)
+            client.reply.send(client.options.outputs(request, output), output.done)
         except Exception as fault:
             _refuse_after_fault(client.reply, fault)
 
@@ -203,9 +201,18 @@ class Instance:
             try:
                 self._look_after_clients(time.monotonic())
                 self._watch(time.monotonic())
-                self._metrics.update(self.engine)
+                self._tell_readings(time.monotonic())
             except Exception:
-                pb_utils.Logger.log_error(traceback.format_exc())
+                log.exception("the clients could not be looked after")
+
+    def _tell_readings(self, now: float) -> None:
+        """When something has changed, and from time to time as a sign of life."""
+        values = read_all(self.engine)
+        changed = {name: value for name, value in values.items() if value != self._read.get(name)}
+        if changed or now > self._next_sign:
+            self._read = values
+            self._next_sign = now + SIGN_SECONDS
+            self._channel.send(Readings(changed))
 
     def _look_after_clients(self, now: float) -> None:
         with self._room:
@@ -227,17 +234,6 @@ class Instance:
         """What a role looks after besides."""
 
 
-def _start(target: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=target, args=args, daemon=True).start()
-
-
-def _follow_server(server: int) -> None:
-    """Ends the process after its server: a stub left alone waits for ever and holds its GPU."""
-    while os.getppid() == server:
-        time.sleep(WATCH_SECONDS)
-    os._exit(1)
-
-
 def error_of(output: Output) -> RequestError | None:
     if output.error is None and output.finish_reason is FinishReason.CANCELLED:
         return RequestError(ErrorCode.CANCELLED, "the client cancelled")
@@ -249,7 +245,7 @@ def _timed_out() -> RequestError:
 
 
 def _refuse_after_fault(reply: Reply, error: Exception) -> None:
-    pb_utils.Logger.log_error(traceback.format_exc())
+    log.error("a request failed", exc_info=error)
     reply.refuse(RequestError(ErrorCode.INTERNAL, repr(error)))
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 if TYPE_CHECKING:
-    from sangam_backend.server.instance import Instance
+    from sangam_backend.server.host import Host
 
 
 class TritonPythonModel:
-    """Decoupled: execute() hands requests over, the instance's threads answer them."""
+    """Decoupled: execute() hands requests over, the host's threads answer them."""
 
-    instance: Instance
+    host: Host
+    engine_command = ("-m", "sangam_backend.server.engine_process")
 
     def initialize(self, args: dict[str, str]) -> None:
         # With NumPy 2 the stub reads wrong inputs and sends empty outputs, without any error.
@@ -23,18 +24,17 @@ class TritonPythonModel:
                 f"NumPy is {np.__version__}, this Triton server needs a version below 2: "
                 "pip install 'numpy<2' for the first python3 on PATH"
             )
-        # Triton imports this module in short-lived processes too, which need no torch.
-        from sangam_backend.config import ConfigError
-        from sangam_backend.server.open_instance import open_instance
+        # Triton imports this module in short-lived processes too.
+        from sangam_backend.server.host import Host, StartError
 
         try:
-            self.instance = open_instance(args)
-        except (ConfigError, ValueError) as error:
+            self.host = Host(args, self.engine_command)
+        except StartError as error:
             raise pb_utils.TritonModelException(str(error)) from error
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            self.instance.accept(request)
+            self.host.accept(request)
 
     def finalize(self) -> None:
-        self.instance.close()
+        self.host.close()

@@ -1,46 +1,49 @@
-"""The way back to one client."""
+"""The way from an engine process back to one client."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-import triton_python_backend_utils as pb_utils
-
 from sangam_backend.request import RequestError
-from sangam_backend.server.wire import build_error
+from sangam_backend.server.channel import Channel, Respond
 
 
 class Reply:
-    """Guards a response sender.
+    """The way back to one client."""
 
-    Triton 24.10 crashes when a sender is touched after its FINAL flag, and hangs the client when
-    a sender is dropped without one; so every use goes through the lock and the closed flag.
-    """
-
-    def __init__(self, sender: Any) -> None:
-        self._sender = sender
+    def __init__(self, channel: Channel, id: int, replies: dict[int, Reply]) -> None:
+        """It leaves the `replies` when it is final."""
+        self._channel = channel
+        self._id = id
+        self._replies = replies
         self._lock = threading.Lock()
         self._closed = False
+        self._cancelled = False
 
-    def send(self, response: Any, final: bool) -> None:
+    def send(self, outputs: dict[str, Any], final: bool) -> None:
+        self._send(outputs, None, final)
+
+    def finish(self) -> None:
+        """Ends the answer without a further response."""
+        self._send(None, None, final=True)
+
+    def refuse(self, error: RequestError) -> None:
+        self._send(None, error, final=True)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def is_cancelled(self) -> bool:
+        return self._cancelled and not self._closed
+
+    def _send(
+        self, outputs: dict[str, Any] | None, error: RequestError | None, final: bool
+    ) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = final
-            flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-            self._sender.send(response, flags=flags)
-
-    def finish(self) -> None:
-        """Ends the answer without a further response."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-    def refuse(self, error: RequestError) -> None:
-        self.send(build_error(error), final=True)
-
-    def is_cancelled(self) -> bool:
-        with self._lock:
-            return not self._closed and bool(self._sender.is_cancelled())
+            self._channel.send(Respond(self._id, outputs, error, final))
+        if final:
+            self._replies.pop(self._id, None)

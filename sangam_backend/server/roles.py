@@ -19,28 +19,25 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.engine import Peers
 from sangam_backend.handover import Handover, Process, meeting_place, shared_key
 from sangam_backend.request import ErrorCode, Output, Prefilled, Request, RequestError
+from sangam_backend.server.channel import Channel, Start
 from sangam_backend.server.instance import Client, Instance, error_of
+from sangam_backend.server.options import Options
 from sangam_backend.server.reply import Reply
 from sangam_backend.server.reports import Report, ReportReceiver, ReportSender
-from sangam_backend.server.wire import (
-    Options,
-    build_handover,
-    build_response,
-    read_handover,
-)
 
 BEAT_SECONDS = 1.0
 LEASE_SECONDS = 5.0
 """Without a beat for so long, a decode instance is lost."""
-PICKUP_SECONDS = 10.0
-"""So long a block waits for a decode instance to take it, unless one says that it has no room."""
+PICKUP_SECONDS = 60.0
+"""So long a block waits for a decode instance to take it, unless one says that it has no room. An
+engine process may be started again meanwhile."""
 
 
 @dataclass(slots=True)
@@ -65,7 +62,7 @@ class Lent:
 
     def loss(self) -> RequestError:
         if self.address is not None:
-            message = f"the decode instance was lost: no sign of it for {LEASE_SECONDS:g} s"
+            message = "the decode instance that held a block was lost"
         else:
             message = f"no decode instance took a block over within {PICKUP_SECONDS:g} s"
         return RequestError(ErrorCode.UNAVAILABLE, message)
@@ -74,8 +71,8 @@ class Lent:
 class Link:
     """An instance's own address, and the way to those of others."""
 
-    def __init__(self, receive: Callable[[Report], None]) -> None:
-        directory = meeting_place(os.getppid())
+    def __init__(self, server: int, receive: Callable[[Report], None]) -> None:
+        directory = meeting_place(server)
         self.key = shared_key(directory)
         self.sender = ReportSender()
         self.receiver = ReportReceiver(directory, str(os.getpid()), receive)
@@ -92,17 +89,20 @@ class Link:
 class PrefillInstance(Instance):
     """Owns requests, runs their prefills, and hands their blocks over."""
 
-    def __init__(self, args: dict[str, str], config: EngineConfig) -> None:
-        super().__init__(args, config, Peers(self._hand_over, self._prefilled))
+    def __init__(self, start: Start, channel: Channel, config: EngineConfig) -> None:
+        super().__init__(start, channel, config, Peers(self._hand_over, self._prefilled))
         self._owner = Process.current()
         self._lent: dict[str, Lent] = {}
         self._blocks: dict[Request, str] = {}
         """The handovers in `_lent` that are no guards."""
         self._ended: dict[Request, RequestError | None] = {}
         """Outcome of requests whose guard has still to leave."""
+        self._holders: dict[str, Process] = {}
+        """The decode instances, by their addresses."""
+        self._next_watch = 0.0
         self._pool_full = 0.0
         """When a decode instance last said that it takes no more."""
-        self._link = Link(self._receive)
+        self._link = Link(start.server, self._receive)
 
     def _hand_over(self, request: Request, prefill_follows: bool) -> None:
         """See `Peers.hand_over`."""
@@ -172,15 +172,17 @@ class PrefillInstance(Instance):
             deadline=client.deadline,
             options=asdict(client.options),
         )
-        client.reply.send(build_handover(handover.to_bytes(self._link.key)), final=False)
+        client.reply.send({"handover": handover.to_bytes(self._link.key)}, final=False)
 
     def _send_prefilled(self, id: str, address: str, prefilled: Prefilled) -> None:
         self._link.send(address, "prefilled", [id], **prefilled._asdict())
 
     def _receive(self, report: Report) -> None:
         kind, now = report["kind"], time.monotonic()
-        if report.get("full"):
-            self._pool_full = now
+        if kind == "beat":
+            self._holders[report["from"]] = Process(*report["process"])
+            if report["full"]:
+                self._pool_full = now
         for id in report["ids"]:
             with self._room:
                 lent = self._lent.get(id)
@@ -246,24 +248,36 @@ class PrefillInstance(Instance):
             return set(self._blocks)
 
     def _watch(self, now: float) -> None:
+        if now < self._next_watch:
+            return
+        self._next_watch = now + BEAT_SECONDS / 2
+        dead = {address for address, process in self._holders.items() if not process.is_running()}
         with self._room:
             pool_is_full = now - self._pool_full < LEASE_SECONDS
-            lost = [id for id, lent in self._lent.items() if lent.is_lost(now, pool_is_full)]
+            lost = [
+                id
+                for id, lent in self._lent.items()
+                if lent.address in dead or lent.is_lost(now, pool_is_full)
+            ]
             losses = [self._take(id) for id in lost]
-        for lent in losses:
-            if lent.guard and lent.request in self._ended:
-                self._ended[lent.request] = self._ended[lent.request] or lent.loss()
-                self._answer(lent.request)
-            elif lent.request in self._ended:
-                self._wind_up(lent.request)
-            self.engine.cancel(lent.request, lent.loss())
+        for address in dead:
+            del self._holders[address]
+        # A lost block ends its request, a lost guard alone is replaced.
+        blocks = {lent.request: lent.loss() for lent in losses if not lent.guard}
+        for request, loss in blocks.items():
+            self.engine.cancel(request, loss)
+        for request in {lent.request for lent in losses}:
+            if request in self._ended:
+                self._wind_up(request)
+            elif request not in blocks:
+                self._send_handover(self._lend(request, guard=True), prefill_follows=False)
 
 
 class DecodeInstance(Instance):
     """Decodes blocks that prefill instances hand over, and answers their clients."""
 
-    def __init__(self, args: dict[str, str], config: EngineConfig) -> None:
-        super().__init__(args, config, Peers(pulled=self._pulled))
+    def __init__(self, start: Start, channel: Channel, config: EngineConfig) -> None:
+        super().__init__(start, channel, config, Peers(pulled=self._pulled))
         self._held: dict[str, Handover] = {}
         """From the moment of arrival, in the backlog's queue too."""
         self._guarded: dict[str, Reply] = {}
@@ -272,8 +286,9 @@ class DecodeInstance(Instance):
         """Of handovers whose prefill follows: what came first."""
         self._owners: set[str] = set()
         """Addresses of the prefill instances."""
+        self._process = astuple(Process.current())
         self._next_beat = 0.0
-        self._link = Link(self._receive)
+        self._link = Link(start.server, self._receive)
 
     def _pulled(self, request: Request) -> None:
         """See `Peers.pulled`."""
@@ -289,8 +304,8 @@ class DecodeInstance(Instance):
     def _is_drained(self) -> bool:
         return not self._clients and not self._held
 
-    def _accept(self, triton_request: Any, reply: Reply) -> None:
-        handover = Handover.from_bytes(read_handover(triton_request), self._link.key)
+    def _accept(self, content: Any, reply: Reply) -> None:
+        handover = Handover.from_bytes(content, self._link.key)
         with self._room:
             self._held[handover.id] = handover
             self._owners.add(handover.reply_to)
@@ -354,7 +369,7 @@ class DecodeInstance(Instance):
             self._give_back(handover, client.reply, error)
             return
         if output.ids or output.text or output.finish_reason is not None:
-            client.reply.send(build_response(request, client.options, output), output.done)
+            client.reply.send(client.options.outputs(request, output), output.done)
         if output.done:
             # The next block's text comes after this report, so it cannot overtake this one's.
             self._end_step(handover, client.reply)
@@ -404,7 +419,7 @@ class DecodeInstance(Instance):
                 ids.setdefault(handover.reply_to, []).append(handover.id)
             full = self._num_held() >= self._backlog
         for address, held in ids.items():
-            self._link.send(address, "beat", held, full=full)
+            self._link.send(address, "beat", held, full=full, process=self._process)
 
     def _look_after_orphans(self) -> None:
         """Answers for prefill instances that have died."""

@@ -1,18 +1,19 @@
-"""Triton's tensors and parameters to prompts and sampling parameters, and outputs back."""
+"""Triton's tensors and parameters to plain values, and plain values back."""
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from sangam_backend.frontend import Prompt, parse_messages
 from sangam_backend.parameters import invalid, parse_json
-from sangam_backend.request import Output, Request, RequestError
+from sangam_backend.prompt import Prompt, parse_messages
+from sangam_backend.request import RequestError
+from sangam_backend.server.options import Incoming, Options
 
 # Request parameters that Triton, its clients and its HTTP endpoint add for themselves.
 TRANSPORT_PARAMETERS = frozenset(
@@ -20,30 +21,6 @@ TRANSPORT_PARAMETERS = frozenset(
     + ("binary_data_output", "headers")
 )
 TRANSPORT_PREFIX = "triton_"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a client wants to be answered."""
-
-    stream: bool
-    echo: str
-    """Text put before the answer."""
-    return_finish_reason: bool
-    return_num_input_tokens: bool
-    return_num_output_tokens: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """A request as it came, its prompt not yet tokenised."""
-
-    request_id: str
-    prompt: Prompt
-    sampling: dict[str, Any]
-    options: Options
-    deadline: float | None
-    """On the clock of time.monotonic."""
 
 
 def read_request(request: Any) -> Incoming:
@@ -75,25 +52,8 @@ def read_handover(request: Any) -> bytes:
     return value
 
 
-def build_handover(handover: bytes) -> Any:
-    data = np.array([handover], dtype=np.object_)
-    return pb_utils.InferenceResponse([pb_utils.Tensor("handover", data)])
-
-
-def build_response(request: Request, options: Options, output: Output) -> Any:
-    """A response with the outputs the client asked for."""
-    tensors = [
-        _strings("text_output", options.echo + output.text),
-        pb_utils.Tensor("output_ids", np.array(output.ids, dtype=np.int32)),
-    ]
-    if options.return_finish_reason:
-        reason = output.finish_reason.value if output.finish_reason else ""
-        tensors.append(_strings("finish_reason", reason))
-    if options.return_num_input_tokens:
-        tensors.append(_count("num_input_tokens", len(request.prompt)))
-    if options.return_num_output_tokens:
-        tensors.append(_count("num_output_tokens", len(output.ids)))
-    return pb_utils.InferenceResponse(tensors)
+def build_response(outputs: Mapping[str, Any]) -> Any:
+    return pb_utils.InferenceResponse([_tensor(name, value) for name, value in outputs.items()])
 
 
 def build_error(error: RequestError) -> Any:
@@ -162,9 +122,10 @@ def _string(request: Any, name: str) -> str | None:
         raise invalid(f"{name} is not valid UTF-8: {error}") from None
 
 
-def _strings(name: str, value: str) -> Any:
-    return pb_utils.Tensor(name, np.array([value.encode()], dtype=np.object_))
-
-
-def _count(name: str, value: int) -> Any:
-    return pb_utils.Tensor(name, np.array([value], dtype=np.uint32))
+def _tensor(name: str, value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        data = value.encode() if isinstance(value, str) else value
+        return pb_utils.Tensor(name, np.array([data], dtype=np.object_))
+    if isinstance(value, int):
+        return pb_utils.Tensor(name, np.array([value], dtype=np.uint32))
+    return pb_utils.Tensor(name, np.array(value, dtype=np.int32))

@@ -13,7 +13,7 @@ import torch
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.engine import Engine
-from sangam_backend.frontend import Prompt
+from sangam_backend.prompt import Prompt
 from sangam_backend.request import Request
 
 CHECKPOINTS = Path(__file__).parent.parent.parent / "checkpoints"

@@ -11,8 +11,9 @@ from server.harness import TINY, Serving, serving
 from server.jobs import REQUESTS, generated, make_line
 
 from sangam_backend.config import EngineConfig
-from sangam_backend.frontend import Prompt, open_frontend
+from sangam_backend.frontend import open_frontend
 from sangam_backend.models import load_model
+from sangam_backend.prompt import Prompt
 from sangam_backend.reference import Predictor, ServingSampler, generate
 from sangam_backend.request import Output
 

@@ -192,6 +192,12 @@ class Serving:
         (triton,) = children(self.process.pid)
         return triton, children(triton)
 
+    def engines(self, model: str = "sangam") -> list[int]:
+        """The engine processes of a model's instances."""
+        named = f"{model}_0_".encode()
+        stubs = [p for p in self.tree()[1] if named in Path(f"/proc/{p}/cmdline").read_bytes()]
+        return [engine for stub in stubs for engine in children(stub)]
+
     def regions(self) -> list[Path]:
         return list(SHARED_MEMORY.glob(f"sangam_{self.process.pid}_*"))
 

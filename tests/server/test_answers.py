@@ -8,7 +8,7 @@ import pytest
 from server.conftest import Oracle
 from server.harness import EVERYTHING, Serving
 
-from sangam_backend.frontend import Prompt
+from sangam_backend.prompt import Prompt
 
 CHAT = [{"role": "user", "content": "Add 4363 and 75."}]
 SUM = "3+5=8; 6+7=13; 3+0+1=4; 4+0=4. The sum is 4438."

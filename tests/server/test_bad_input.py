@@ -11,7 +11,7 @@ import pytest
 from server.conftest import Oracle
 from server.harness import Serving, Stream, raw_tensor, serving
 
-from sangam_backend.frontend import Prompt
+from sangam_backend.prompt import Prompt
 
 CHAT = [{"role": "user", "content": "Reverse the word house."}]
 GOOD = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 24}

@@ -8,7 +8,7 @@ from pathlib import Path
 from server.conftest import Oracle
 from server.harness import Serving, Stream, serving, wait_for
 
-from sangam_backend.frontend import Prompt
+from sangam_backend.prompt import Prompt
 
 LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 96}
 PROMPTS = [[72, 105], [66, 121, 101], [1, 2, 3, 4], [9], [8]]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +27,6 @@ from server.harness import (
 
 from sangam_backend.background import free_ports
 from sangam_backend.config import EngineConfig
-from sangam_backend.frontend import Prompt
 from sangam_backend.launcher import (
     Deployment,
     Endpoints,
@@ -34,10 +35,11 @@ from sangam_backend.launcher import (
     find_triton,
     write_repository,
 )
+from sangam_backend.prompt import Prompt
 
 IDS = [72, 101, 108, 108, 111]
 LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 128}
-FAILING_MODEL = Path(__file__).parent / "failing_model" / "1" / "model.py"
+FAILING_MODEL = Path(__file__).parent / "failing_model" / "1"
 
 
 def start_long_stream(server: Serving) -> Stream:
@@ -51,10 +53,11 @@ def start_long_stream(server: Serving) -> Stream:
 def ends_within(server: Serving, seconds: float) -> Iterator[None]:
     """The command and all that it started end, with status 0, and leave no shared memory."""
     triton, stubs = server.tree()
+    engines = [engine for stub in stubs for engine in children(stub)]
     yield
     server.process.wait(seconds)
     assert server.process.returncode == 0, server.log.read_text()
-    assert [pid for pid in (triton, *stubs) if is_running(pid)] == []
+    assert [pid for pid in (triton, *stubs, *engines) if is_running(pid)] == []
     assert server.regions() == []
 
 
@@ -70,12 +73,30 @@ def test_a_stream_finishes_after_sigterm(tmp_path: Path, oracle: Oracle) -> None
         assert answer.ids == oracle.answer(Prompt(input_ids=IDS), LONG).ids
 
 
-def test_an_idle_stream_holds_the_exit_no_longer_than_the_grace_time(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", "--grace", "4") as server:
+@pytest.mark.parametrize("mode", ["disaggregated", "hybrid"])
+def test_requests_of_several_blocks_finish_after_sigterm(
+    mode: str, tmp_path: Path, oracle: Oracle
+) -> None:
+    with serving(tmp_path / "log", f"--mode={mode}") as server:
+        stream = start_long_stream(server)
+        with ends_within(server, 15):
+            server.process.terminate()
+            wait_for(lambda: server.http("/v2/models/sangam/ready")[0] != 200, 5)
+            late = server.ask({"input_ids": IDS})
+            answer = stream.receive()
+            stream.close()
+        assert late.error is not None
+        assert "unknown model" in late.error
+        assert (answer.error, answer.finals) == (None, 1)
+        assert answer.ids == oracle.answer(Prompt(input_ids=IDS), LONG).ids
+
+
+def test_an_idle_stream_does_not_hold_the_exit_up(tmp_path: Path) -> None:
+    with serving(tmp_path / "log") as server:
         stream = Stream(server.grpc_url)
         stream.send({"input_ids": IDS, "max_tokens": 4})
         assert stream.receive().error is None
-        with ends_within(server, 6):
+        with ends_within(server, 10):
             server.process.terminate()
         stream.close()
 
@@ -96,7 +117,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         stream = start_long_stream(server)
         with ends_within(server, 5):
             server.process.send_signal(signal.SIGINT)
-            wait_for(lambda: "Signal (15) received" in server.log.read_text(), 5)
+            wait_for(lambda: server.http("/v2/models/sangam/ready")[0] != 200, 5)
             server.process.send_signal(signal.SIGINT)
         stream.close()
 
@@ -112,10 +133,11 @@ def test_sigterm_while_the_server_starts(tmp_path: Path) -> None:
 def test_a_stub_follows_its_killed_server(tmp_path: Path) -> None:
     with serving(tmp_path / "log") as server:
         triton, (stub,) = server.tree()
+        (engine,) = server.engines()
         # Without the command, which would end the whole group.
         server.process.send_signal(signal.SIGSTOP)
         os.kill(triton, signal.SIGKILL)
-        wait_for(lambda: not is_running(stub), 2)
+        wait_for(lambda: not (is_running(stub) or is_running(engine)), 2)
         server.process.send_signal(signal.SIGCONT)
         server.process.wait(10)
         assert server.process.returncode == 1
@@ -127,27 +149,46 @@ def test_a_stub_follows_its_killed_server(tmp_path: Path) -> None:
 def failing_server(tmp_path: Path) -> Server:
     config = EngineConfig(model=str(TINY), device="cpu")
     write_repository(tmp_path / "models", Deployment("colocated", {"sangam": Pool()}), config)
-    (tmp_path / "models/sangam/1/model.py").write_text(FAILING_MODEL.read_text())
+    shutil.copytree(FAILING_MODEL, tmp_path / "models/sangam/1", dirs_exist_ok=True)
     endpoints = Endpoints("127.0.0.1", *free_ports(3))
     return Server(find_triton(tmp_path), tmp_path / "models", endpoints, grace=5)
 
 
-def test_a_dead_engine_answers_everybody_and_ends_its_process(failing_server: Server) -> None:
+def test_a_dead_engine_answers_everybody_and_is_started_again(failing_server: Server) -> None:
     with failing_server as server:
         assert server.wait_until_ready(START_SECONDS)
         (stub,) = children(server.process.pid)
-        url = f"127.0.0.1:{server.endpoints.grpc_port}"
-        streams = [Stream(url) for _ in range(4)]
-        prompts = [IDS, IDS, IDS, [13, 13, 13]]
-        for stream, prompt in zip(streams, prompts):
-            stream.send({"input_ids": prompt, "sampling_parameters": LONG})
-        for stream in streams:
-            answer = stream.receive()
+        (engine,) = children(stub)
+        stream = Stream(f"127.0.0.1:{server.endpoints.grpc_port}")
+        others = [Stream(f"127.0.0.1:{server.endpoints.grpc_port}") for _ in range(3)]
+        for other in others:
+            other.send({"input_ids": IDS, "sampling_parameters": LONG})
+        time.sleep(0.3)
+        stream.send({"input_ids": [13, 13, 13], "sampling_parameters": LONG})
+        for each in (stream, *others):
+            answer = each.receive()
             assert answer == Answer(
                 error="[INTERNAL] the engine failed: RuntimeError('poisoned')", finals=answer.finals
             )
-        wait_for(lambda: not is_running(stub), 2)
-        streams[0].send({"input_ids": IDS})
-        assert streams[0].receive().error is not None
-        for stream in streams:
+        wait_for(lambda: not is_running(engine), 2)
+        # It waits for the new engine process.
+        stream.send({"input_ids": IDS, "sampling_parameters": {"max_tokens": 4}})
+        assert stream.receive().error is None
+        assert children(stub) not in ([], [engine])
+        for each in (stream, *others):
+            each.close()
+
+
+def test_a_killed_engine_while_clients_wait_for_it(tmp_path: Path, oracle: Oracle) -> None:
+    """Requests that the engine has not yet taken go to the next one."""
+    with serving(tmp_path / "log", "--backlog", "1") as server:
+        taken = start_long_stream(server)
+        waiting = Stream(server.grpc_url)
+        waiting.send({"input_ids": IDS, "sampling_parameters": LONG})
+        (engine,) = server.engines()
+        os.kill(engine, signal.SIGKILL)
+        assert taken.receive().error == "[UNAVAILABLE] the engine process ended with signal 9"
+        assert waiting.receive().ids == oracle.answer(Prompt(input_ids=IDS), LONG).ids
+        for stream in (taken, waiting):
             stream.close()
+        assert "it is started again" in server.log.read_text()

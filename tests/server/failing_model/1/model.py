@@ -1,22 +1,11 @@
-"""The colocated model with an engine that dies of one prompt."""
+"""The colocated model, with another engine process."""
 
 from __future__ import annotations
 
-from sangam_backend.plan import StepPlan
-from sangam_backend.runner import Launch, Runner
+from pathlib import Path
+
 from sangam_backend.server.model import TritonPythonModel
 
-POISON = [13, 13, 13]
-
-launch = Runner.launch
-
-
-def fail_on_poison(runner: Runner, plan: StepPlan) -> Launch:
-    if any(row.request.prompt == POISON for row in plan.rows):
-        raise RuntimeError("poisoned")
-    return launch(runner, plan)
-
-
-Runner.launch = fail_on_poison  # type: ignore[assignment, method-assign]
+TritonPythonModel.engine_command = (str(Path(__file__).with_name("failing_engine.py")),)
 
 __all__ = ["TritonPythonModel"]

@@ -25,7 +25,7 @@ class FakeError(Exception):
     INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = range(4)
 
 
-class Sender:
+class FakeSender:
     """As Triton's, which crashes the server where this one fails."""
 
     def __init__(self) -> None:
@@ -54,48 +54,48 @@ def pb_utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     )
     module.TritonError.__dict__.update(vars(FakeError))
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
-    for name in ("reply", "wire", "model"):
+    for name in ("sender", "wire", "model"):
         monkeypatch.delitem(sys.modules, f"sangam_backend.server.{name}", raising=False)
     return module
 
 
-def new_reply(sender: Sender) -> Any:
-    return importlib.import_module("sangam_backend.server.reply").Reply(sender)
+def new_sender(sender: FakeSender) -> Any:
+    return importlib.import_module("sangam_backend.server.sender").Sender(sender)
 
 
 @pytest.mark.usefixtures("pb_utils")
 def test_nothing_touches_the_sender_after_the_final_flag() -> None:
-    sender = Sender()
-    reply = new_reply(sender)
-    assert reply.is_cancelled()
-    reply.send("a", final=False)
-    reply.send("b", final=True)
-    reply.send("c", final=False)
-    reply.refuse(RequestError(ErrorCode.INTERNAL, "late"))
-    assert not reply.is_cancelled()
+    sender = FakeSender()
+    guarded = new_sender(sender)
+    assert guarded.is_cancelled()
+    guarded.send("a", final=False)
+    guarded.send("b", final=True)
+    guarded.send("c", final=False)
+    guarded.refuse(RequestError(ErrorCode.INTERNAL, "late"))
+    assert not guarded.is_cancelled()
     assert sender.sent == [("a", 0), ("b", FINAL)]
 
 
 @pytest.mark.usefixtures("pb_utils")
 def test_a_refusal_is_final_and_names_its_code() -> None:
-    sender = Sender()
-    new_reply(sender).refuse(RequestError(ErrorCode.UNAVAILABLE, "full"))
+    sender = FakeSender()
+    new_sender(sender).refuse(RequestError(ErrorCode.UNAVAILABLE, "full"))
     ((response, flags),) = sender.sent
     assert (response.error, flags) == (("[UNAVAILABLE] full", FakeError.UNAVAILABLE), FINAL)
 
 
 @pytest.mark.usefixtures("pb_utils")
-def test_many_threads_end_a_reply_once() -> None:
+def test_many_threads_end_a_guarded_once() -> None:
     for _ in range(50):
-        sender = Sender()
-        reply = new_reply(sender)
+        sender = FakeSender()
+        guarded = new_sender(sender)
         failures: list[BaseException] = []
 
-        def use(reply: Any = reply, failures: list[BaseException] = failures) -> None:
+        def use(guarded: Any = guarded, failures: list[BaseException] = failures) -> None:
             try:
-                reply.is_cancelled()
-                reply.send("end", final=True)
-                reply.is_cancelled()
+                guarded.is_cancelled()
+                guarded.send("end", final=True)
+                guarded.is_cancelled()
             except BaseException as failure:
                 failures.append(failure)
 

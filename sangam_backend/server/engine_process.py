@@ -1,0 +1,84 @@
+"""The process of an engine, a child of Triton's process of the instance.
+
+An engine may die of a CUDA error or of too little memory; Triton's own process must not, since
+Triton 24.10 neither restarts it nor stops sending it requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from sangam_backend.config import ConfigError
+from sangam_backend.server.channel import (
+    Cancel,
+    Channel,
+    Close,
+    Enter,
+    Entered,
+    Start,
+    Started,
+)
+from sangam_backend.server.instance import Instance
+from sangam_backend.server.open_instance import open_instance
+from sangam_backend.server.reply import Reply
+
+
+def serve(channel: Channel, instance: Instance) -> None:
+    """Lets requests in, one after the other, until the host is gone."""
+    replies: dict[int, Reply] = {}
+    entrance: queue.SimpleQueue[Enter] = queue.SimpleQueue()
+
+    def admit() -> None:
+        while True:
+            request = entrance.get()
+            instance.accept(request.content, replies[request.id])
+            channel.send(Entered(request.id))
+
+    def close() -> None:
+        instance.close()
+        os._exit(0)
+
+    _start(admit)
+    while (message := channel.receive()) is not None:
+        if isinstance(message, Enter):
+            replies[message.id] = Reply(channel, message.id, replies)
+            entrance.put(message)
+        elif isinstance(message, Cancel) and (reply := replies.get(message.id)) is not None:
+            reply.cancel()
+        elif isinstance(message, Close):
+            _start(close)
+    os._exit(1)
+
+
+def main() -> None:
+    # The terminal's Ctrl-C is for the server, which drains first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    channel = Channel(Connection(int(sys.argv[1])))
+    start: Start = channel.receive()
+    try:
+        instance = open_instance(start, channel)
+    except (ConfigError, ValueError) as error:
+        channel.send(Started(str(error)))
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(Started(repr(error)))
+    else:
+        channel.send(Started())
+        serve(channel, instance)
+
+
+def _start(target: Callable[[], None]) -> None:
+    threading.Thread(target=target, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A request as it came, and what its client wants to be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sangam_backend.prompt import Prompt
+from sangam_backend.request import Output, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a client wants to be answered."""
+
+    stream: bool
+    echo: str
+    """Text put before the answer."""
+    return_finish_reason: bool
+    return_num_input_tokens: bool
+    return_num_output_tokens: bool
+
+    def outputs(self, request: Request, output: Output) -> dict[str, Any]:
+        """A response's tensors by name: those that the client asked for."""
+        outputs: dict[str, Any] = {
+            "text_output": self.echo + output.text,
+            "output_ids": output.ids,
+        }
+        if self.return_finish_reason:
+            outputs["finish_reason"] = output.finish_reason.value if output.finish_reason else ""
+        if self.return_num_input_tokens:
+            outputs["num_input_tokens"] = len(request.prompt)
+        if self.return_num_output_tokens:
+            outputs["num_output_tokens"] = len(output.ids)
+        return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request as it came, its prompt not yet tokenised."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: dict[str, Any]
+    options: Options
+    deadline: float | None
+    """On the clock of time.monotonic."""
