@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.device import count_pages, pick_device, pick_dtype
 from sangam_backend.frontend import open_frontend
+from sangam_backend.histogram import Histogram
 from sangam_backend.models import load_model
 from sangam_backend.pages import PAGE_SIZE, PageAllocator
-from sangam_backend.plan import StepPlan
+from sangam_backend.plan import Row, StepPlan
 from sangam_backend.request import (
     ErrorCode,
     FinishReason,
@@ -33,12 +34,34 @@ PULL_POLL_SECONDS = 1e-4
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine has exchanged with others since its start."""
+    """What an engine has done since its start."""
 
+    iterations: Counter[str] = field(default_factory=Counter)
+    """By what they hold: prefill, decode or mixed."""
+    forwards: Counter[str] = field(default_factory=Counter)
+    """Rows of the iterations, prefill or decode."""
+    tokens: int = 0
+    blocks: int = 0
     handed_over: int = 0
     overflowed: int = 0
     pulled_bytes: int = 0
+    pull_seconds: float = 0.0
     repeated: int = 0
+    queue: Histogram = field(default_factory=Histogram)
+    """Seconds from the arrival of a request to its first prefill."""
+
+    def count(self, rows: Sequence[Row]) -> None:
+        prefills = sum(row.prefill for row in rows)
+        decodes = len(rows) - prefills
+        kind = "mixed" if prefills and decodes else "prefill" if prefills else "decode"
+        self.iterations[kind] += 1
+        self.forwards["prefill"] += prefills
+        self.forwards["decode"] += decodes
+        self.tokens += sum(row.num_tokens for row in rows)
+        now = time.monotonic()
+        for row in rows:
+            if row.forward == 0:
+                self.queue.observe(now - row.request.arrival)
 
 
 class Emission(NamedTuple):
@@ -91,7 +114,8 @@ class Engine:
         self.peers = peers
         self.counts = Counts()
         self._running: Launch | None = None
-        self._pulls: dict[Request, Pull] = {}
+        self._pulls: dict[Request, tuple[Pull, float]] = {}
+        """With when they were launched."""
         self._exports: dict[Request, Location] = {}
         self._inbox: deque[Callable[[], list[Emission]]] = deque()
         self._wake = threading.Event()
@@ -150,6 +174,8 @@ class Engine:
         if plan is not None:
             emissions += self._begin_pulls(plan.pulls)
         launched = self.runner.launch(plan) if plan is not None and plan.rows else None
+        if launched is not None:
+            self.counts.count(launched.plan.rows)
         if launched is not None and self.config.role == "prefill":
             self._hand_over(launched.plan)
         if self._running is not None:
@@ -211,8 +237,9 @@ class Engine:
             return []
         request.finish_reason = FinishReason.CANCELLED if error is None else FinishReason.ERROR
         self._forget_export(request)
-        if (pull := self._pulls.pop(request, None)) is not None:
+        if request in self._pulls:
             # Its pages must not be given away while they are written.
+            pull, _ = self._pulls.pop(request)
             with contextlib.suppress(TransportError):
                 pull.finish()
         self.scheduler.remove(request)
@@ -238,7 +265,9 @@ class Engine:
         running, self._running = self._running, None
         emissions = []
         for row, tokens in zip(running.plan.rows, running.wait()):
+            finished = row.request.finished_blocks
             output = self.scheduler.apply(row, tokens)
+            self.counts.blocks += row.request.finished_blocks - finished
             if self.config.role == "prefill":
                 self._export(row.request, tokens)
             elif output is not None:
@@ -275,21 +304,23 @@ class Engine:
             assert request.prefilled.location is not None
             try:
                 location = request.prefilled.location
-                self._pulls[request] = self.transport.pull(location, request.pages)
+                pull = self.transport.pull(location, request.pages)
+                self._pulls[request] = pull, time.monotonic()
             except TransportError as error:
                 emissions += self._lose(request, error)
         return emissions
 
     def _finish_pulls(self) -> list[Emission]:
         emissions = []
-        for request in [request for request, pull in self._pulls.items() if pull.is_done()]:
-            pull = self._pulls.pop(request)
+        for request in [request for request, (pull, _) in self._pulls.items() if pull.is_done()]:
+            pull, began = self._pulls.pop(request)
             try:
                 pull.finish()
             except TransportError as error:
                 emissions += self._lose(request, error)
                 continue
             self.counts.pulled_bytes += pull.num_bytes
+            self.counts.pull_seconds += time.monotonic() - began
             output = self.scheduler.pulled(request)
             if request.slot >= 0:
                 self.runner.admit(request)

@@ -37,6 +37,7 @@ REPOSITORY = Path(__file__).parent.parent / "model_repository"
 SHARED_MEMORY = Path("/dev/shm")
 RESTRICTED = "model-repository,shared-memory,logging,trace"
 GONE = "UNAVAILABLE"
+HELD_REQUESTS = re.compile(rb"(?m)^sangam_requests_(?:waiting|decoding|handed_over)\{.*\} (\S+)$")
 CALL_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
 POLL_SECONDS = 0.1
@@ -179,7 +180,7 @@ class Server:
 
     def _is_idle(self) -> bool:
         _, text = self._http(self.endpoints.metrics_port, "GET", "/metrics")
-        held = re.findall(rb"^sangam_requests_\w+\{.*\} (\S+)$", text, re.MULTILINE)
+        held = HELD_REQUESTS.findall(text)
         return bool(held) and not any(map(float, held))
 
     def _call(self, path: str) -> bytes:

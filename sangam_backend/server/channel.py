@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from sangam_backend.request import RequestError
+from sangam_backend.server.readings import Series
 
 
 class Start(NamedTuple):
@@ -56,7 +57,7 @@ class Respond(NamedTuple):
 class Readings(NamedTuple):
     """Values of metrics that have changed."""
 
-    values: dict[str, float]
+    values: dict[Series, float]
 
 
 class Close(NamedTuple):

@@ -25,7 +25,7 @@ from sangam_backend.request import (
 )
 from sangam_backend.server.channel import Channel, Readings, Start
 from sangam_backend.server.options import Incoming, Options
-from sangam_backend.server.readings import read_all
+from sangam_backend.server.readings import Series, Tally, read_all
 from sangam_backend.server.reply import Reply
 
 POLL_SECONDS = 0.02
@@ -62,7 +62,9 @@ class Instance:
         self._stopping = threading.Event()
         self._failure: RequestError | None = None
         self._channel = channel
-        self._read: dict[str, float] = {}
+        self._tally = Tally()
+        self._last_commit: dict[Request, float] = {}
+        self._read: dict[Series, float] = {}
         self._next_sign = 0.0
         self._engine_thread = threading.Thread(target=self._run_engine, daemon=True)
         self._response_thread = threading.Thread(target=self._respond, daemon=True)
@@ -77,6 +79,7 @@ class Instance:
         try:
             self._accept(content, reply)
         except RequestError as error:
+            self._tally.outcomes[error.code.value.lower()] += 1
             reply.refuse(error)
         except Exception as error:
             _refuse_after_fault(reply, error)
@@ -103,6 +106,7 @@ class Instance:
             incoming.request_id, incoming.prompt, incoming.sampling, self._streams(incoming.options)
         )
         self._admit(request, Client(reply, incoming.options, incoming.deadline))
+        self._tally.tokens["sangam_prompt_tokens_total"] += len(request.prompt)
 
     def _streams(self, options: Options) -> bool:
         """Whether the engine's requests give their text as it comes."""
@@ -177,13 +181,37 @@ class Instance:
         client = self._take_client(request, output.done)
         if client is None:
             return
-        if (error := error_of(output)) is not None:
+        error = error_of(output)
+        if error is None:
+            self._count_output(request, output, first=True)
+        if output.done:
+            self._count_end(request, error)
+        if error is not None:
             client.reply.refuse(error)
             return
         try:
             client.reply.send(client.options.outputs(request, output), output.done)
         except Exception as fault:
             _refuse_after_fault(client.reply, fault)
+
+    def _count_output(self, request: Request, output: Output, first: bool) -> None:
+        """`first` tells whether nothing of the request has been sent before it came here."""
+        now = time.monotonic()
+        if output.ids:
+            self._tally.tokens["sangam_generated_tokens_total"] += len(output.ids)
+            if request in self._last_commit:
+                self._tally.between_commits.observe(now - self._last_commit[request])
+            elif first:
+                self._tally.first_text.observe(now - request.arrival)
+            self._last_commit[request] = now
+        if output.done:
+            self._last_commit.pop(request, None)
+
+    def _count_end(self, request: Request, error: RequestError | None) -> None:
+        self._last_commit.pop(request, None)
+        reason = request.finish_reason.value if request.finish_reason else ""
+        self._tally.outcomes[error.code.value.lower() if error else reason] += 1
+        self._tally.whole.observe(time.monotonic() - request.arrival)
 
     def _take_client(self, request: Request, done: bool) -> Client | None:
         """The client of a request, which is forgotten when it is done; None if it is already."""
@@ -207,8 +235,10 @@ class Instance:
 
     def _tell_readings(self, now: float) -> None:
         """When something has changed, and from time to time as a sign of life."""
-        values = read_all(self.engine)
-        changed = {name: value for name, value in values.items() if value != self._read.get(name)}
+        values = read_all(self.engine, self._tally)
+        changed = {
+            series: value for series, value in values.items() if value != self._read.get(series)
+        }
         if changed or now > self._next_sign:
             self._read = values
             self._next_sign = now + SIGN_SECONDS

@@ -3,46 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from sangam_backend.server.readings import COUNTERS, GAUGES
+from sangam_backend.server.readings import COUNTERS, GAUGES, Series
 
 
 class Metrics:
     """Written from one thread."""
 
     def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
         # The families must outlive their metrics, or Triton drops both.
         self._families = {
             name: pb_utils.MetricFamily(name=name, description=text, kind=kind)
             for kind, table in (
-                (pb_utils.MetricFamily.GAUGE, GAUGES),
+                (pb_utils.MetricFamily.GAUGE, {name: text for name, (text, _) in GAUGES.items()}),
                 (pb_utils.MetricFamily.COUNTER, COUNTERS),
             )
-            for name, (text, _) in table.items()
+            for name, text in table.items()
         }
-        self._metrics = {
-            name: family.Metric(labels=labels) for name, family in self._families.items()
-        }
-        self._counted = dict.fromkeys(COUNTERS, 0.0)
+        self._metrics: dict[Series, Any] = {}
+        self._counted: dict[Series, float] = {}
         """By the engine process of the moment, which counts from 0."""
 
-    def write(self, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            if name in GAUGES:
-                self._metrics[name].set(value)
+    def write(self, values: Mapping[Series, float]) -> None:
+        for series, value in values.items():
+            metric = self._metric(series)
+            if series.name in GAUGES:
+                metric.set(value)
             else:
-                self._metrics[name].increment(value - self._counted[name])
-                self._counted[name] = value
+                metric.increment(value - self._counted.get(series, 0.0))
+                self._counted[series] = value
 
     def restart(self) -> None:
         """The engine process has ended."""
-        self._counted = dict.fromkeys(COUNTERS, 0.0)
-        for name in GAUGES:
-            self._metrics[name].set(0.0)
+        self._counted.clear()
+        for series, metric in self._metrics.items():
+            if series.name in GAUGES:
+                metric.set(0.0)
 
     def close(self) -> None:
         """Drops what Triton must free before its shared memory is gone."""
         self._metrics.clear()
         self._families.clear()
+
+    def _metric(self, series: Series) -> Any:
+        if series not in self._metrics:
+            labels = self._labels | dict([series.label] if series.label else [])
+            self._metrics[series] = self._families[series.name].Metric(labels=labels)
+        return self._metrics[series]

@@ -237,6 +237,7 @@ class PrefillInstance(Instance):
         error = self._ended.pop(request, None)
         if client is None:
             return
+        self._count_end(request, error)
         if error is not None:
             client.reply.refuse(error)
         else:
@@ -366,8 +367,10 @@ class DecodeInstance(Instance):
             return
         handover = self._handovers.pop(request) if output.done else self._handovers[request]
         if (error := error_of(output)) is not None:
+            self._last_commit.pop(request, None)
             self._give_back(handover, client.reply, error)
             return
+        self._count_output(request, output, first=not handover.canvas)
         if output.ids or output.text or output.finish_reason is not None:
             client.reply.send(client.options.outputs(request, output), output.done)
         if output.done:

@@ -184,8 +184,8 @@ class Serving:
 
     def is_idle(self) -> bool:
         gauges = self.gauges()
-        names = [name for name in gauges if name.startswith("sangam_requests_")]
-        return not any(gauges[name] for name in [*names, "sangam_kv_pages_used"])
+        held = [f"sangam_requests_{state}" for state in ("waiting", "decoding", "handed_over")]
+        return not any(gauges[name] for name in [*held, "sangam_kv_pages_used"])
 
     def tree(self) -> tuple[int, list[int]]:
         """The processes under the command: tritonserver, and its stubs."""
