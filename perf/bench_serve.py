@@ -13,11 +13,12 @@ import argparse
 import asyncio
 import contextlib
 import csv
+import dataclasses
 import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +98,37 @@ async def run_load(
         return [task.result() for task in tasks], time.perf_counter() - started
 
 
+def answer_warm_up(
+    url: str, jobs: Sequence[Job], deadline: float, sampling: dict[str, Any]
+) -> list[Outcome]:
+    """Sends the jobs at once: what only the first requests do stays out of the times."""
+    at_once = [dataclasses.replace(job, arrival=0.0) for job in jobs]
+    outcomes, _ = asyncio.run(run_load(url, at_once, deadline, sampling))
+    return outcomes
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The least value that this share of what is a number does not exceed; NaN for none."""
+    ordered = sorted(value for value in values if not math.isnan(value))
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Quantiles and the largest of what is a number."""
-    ordered = sorted(value for value in values if not math.isnan(value))
-    if not ordered:
-        return {}
-    chosen = {
-        f"p{100 * q:g}": ordered[min(len(ordered) - 1, math.ceil(q * len(ordered)) - 1)]
-        for q in QUANTILES
+    shares = {f"p{100 * share:g}": share for share in QUANTILES} | {"max": 1.0}
+    chosen = {name: round(quantile(values, share), 4) for name, share in shares.items()}
+    return {} if math.isnan(chosen["max"]) else chosen
+
+
+def samples(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """What the requests that did not fail took, by metric, in seconds."""
+    good = [outcome for outcome in outcomes if not outcome.error]
+    return {
+        "first text": [outcome.first_text for outcome in good],
+        "between commits": [gap for outcome in good for gap in outcome.commits],
+        "latency": [outcome.latency for outcome in good],
+        "latency by token": [outcome.normalised for outcome in good],
     }
-    return {name: round(value, 4) for name, value in (chosen | {"max": ordered[-1]}).items()}
 
 
 def summarise(outcomes: Sequence[Outcome], seconds: float, sla: dict[str, float]) -> dict[str, Any]:
@@ -125,10 +147,7 @@ def summarise(outcomes: Sequence[Outcome], seconds: float, sla: dict[str, float]
         "seconds": round(seconds, 3),
         "requests/s": round(len(good) / seconds, 3),
         "output tokens/s": round(tokens / seconds, 1),
-        "first text": spread([outcome.first_text for outcome in good]),
-        "between commits": spread([gap for outcome in good for gap in outcome.commits]),
-        "latency": spread([outcome.latency for outcome in good]),
-        "latency by token": spread([outcome.normalised for outcome in good]),
+        **{metric: spread(values) for metric, values in samples(outcomes).items()},
         "sent late": spread([outcome.late for outcome in outcomes]),
         "sla": sla,
         "goodput requests/s": round(len(met) / seconds, 3),
@@ -158,7 +177,7 @@ def parse_sla(texts: Sequence[str]) -> dict[str, float]:
 
 def write_requests(path: Path, outcomes: Sequence[Outcome]) -> None:
     with path.open("w", newline="") as file:
-        rows = [asdict(outcome) for outcome in outcomes]
+        rows = [dataclasses.asdict(outcome) for outcome in outcomes]
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         for row in rows:
@@ -234,8 +253,7 @@ def main() -> None:
     except ValueError as error:
         raise SystemExit(f"bench_serve: {error}") from None
     with loaded_server(args) as url:
-        warm_up = [Job(0.0, job.prompt, job.max_tokens, job.seed) for job in jobs[: args.warm_up]]
-        asyncio.run(run_load(url, warm_up, args.deadline, args.sampling))
+        answer_warm_up(url, jobs[: args.warm_up], args.deadline, args.sampling)
         outcomes, seconds = asyncio.run(run_load(url, jobs, args.deadline, args.sampling))
     settings = {key: str(value) for key, value in vars(args).items()}
     summary = {"settings": settings} | summarise(outcomes, seconds, sla)

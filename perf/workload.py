@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,23 @@ def read_trace(path: Path, vocabulary: int, seed: int, speed: float = 1.0) -> li
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number + 1}: {error!r}") from None
     return sorted(jobs, key=lambda job: job.arrival)
+
+
+def at_rate(jobs: Sequence[Job], rate: float, count: int) -> list[Job]:
+    """The first `count` requests of an endless repetition of a trace, which keeps the pattern of
+    its arrivals but has `rate` of them a second.
+
+    Raises:
+        ValueError: fewer than two arrivals, or all at once: they have no pattern.
+    """
+    span = jobs[-1].arrival - jobs[0].arrival if jobs else 0.0
+    if not span:
+        raise ValueError("all requests of the trace arrive at once, a rate needs their arrivals")
+    speed = rate * span / (len(jobs) - 1)
+    repeated = []
+    for number in range(count):
+        turn, place = divmod(number, len(jobs))
+        job = jobs[place]
+        arrival = turn * len(jobs) / rate + (job.arrival - jobs[0].arrival) / speed
+        repeated.append(dataclasses.replace(job, arrival=arrival))
+    return repeated
