@@ -5,10 +5,10 @@
 The file names configurations (the fields of Configuration; `common` holds those that they share).
 Each gets a server of its own, which trials load at one rate after the other. A trial passes when
 no request failed or ran out of time and every rule holds; a rate passes when one of its trials
-does, since what else the machine does only slows a trial down. The folder keeps the trials: a
-search that was interrupted goes on where it stopped, and other rules over the same trials cost
-nothing.
-Take a new folder for another machine or version.
+does, since what else the machine does can only slow a trial down.
+
+The folder keeps the trials: a search that was interrupted goes on where it stopped, and other
+rules over the same trials cost nothing. Take a new one for another machine or version.
 """
 
 from __future__ import annotations

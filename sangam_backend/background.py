@@ -19,6 +19,7 @@ STOP_SECONDS = 60.0
 class BackgroundServer(NamedTuple):
     url: str
     """The address of its gRPC endpoint."""
+    metrics_url: str
     process: subprocess.Popen[bytes]
     """Its `returncode` is set when the server has stopped."""
 
@@ -37,7 +38,8 @@ def background_server(
     command += [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
-    server = BackgroundServer(f"127.0.0.1:{grpc}", process)
+    metrics_url = f"http://127.0.0.1:{metrics}/metrics"
+    server = BackgroundServer(f"127.0.0.1:{grpc}", metrics_url, process)
     try:
         _wait_until_ready(server, log, startup_timeout)
         yield server

@@ -4,7 +4,8 @@
 
 perf_analyzer is the executable that PERF_ANALYZER names, or the one on PATH. Options not listed
 in --help go to `sangam serve`. Times come from the exported profiles, over all responses of a
-request: what perf_analyzer itself prints as latency ends with the first one.
+request: what perf_analyzer itself prints as latency ends with the first one. genai-perf (0.0.16;
+it needs perf_analyzer on PATH) runs too when it is on PATH.
 """
 
 from __future__ import annotations
@@ -104,6 +105,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def run_genai_perf(url: str, tokenizer: str, load: tuple[int, int], folder: Path) -> None:
+    """Sends synthetic prompts as to Triton's vLLM backend; its own table goes to stderr."""
+    requests, concurrency = load
+    command = ["genai-perf", "profile", "-m", "sangam", "--url", url, "--streaming"]
+    command += ["--endpoint-type", "kserve", "--backend", "vllm", "--tokenizer", tokenizer]
+    command += ["--synthetic-input-tokens-mean", "128", "--output-tokens-mean", "64"]
+    command += ["--request-count", str(requests), "--concurrency", str(concurrency)]
+    subprocess.run([*command, "--artifact-dir", str(folder)], stdout=sys.stderr, check=True)
+
+
 def analyze_mode(
     mode: str, binary: str, args: argparse.Namespace, serve: list[str]
 ) -> Iterator[Row]:
@@ -114,6 +125,10 @@ def analyze_mode(
                 profile = args.output / f"{mode}-{name}-{concurrency}.json"
                 analyze(binary, server.url, INPUTS[name], (args.requests, concurrency), profile)
                 yield make_row(mode, name, concurrency, read_profile(profile))
+        if shutil.which("genai-perf"):
+            for concurrency in args.concurrencies:
+                folder = args.output / f"{mode}-genai-perf-{concurrency}"
+                run_genai_perf(server.url, args.model, (args.requests, concurrency), folder)
 
 
 def main() -> None:

@@ -54,6 +54,10 @@ class Lent:
     prefilled: Prefilled | None = None
     """Kept until then."""
 
+    @property
+    def place(self) -> tuple[Request, str | None]:
+        return self.request, self.address
+
     def is_lost(self, now: float, pool_is_full: bool) -> bool:
         silence = now - self.heard
         if self.address is not None:
@@ -255,12 +259,14 @@ class PrefillInstance(Instance):
         dead = {address for address, process in self._holders.items() if not process.is_running()}
         with self._room:
             pool_is_full = now - self._pool_full < LEASE_SECONDS
-            lost = [
-                id
-                for id, lent in self._lent.items()
+            lost = {
+                lent.place
+                for lent in self._lent.values()
                 if lent.address in dead or lent.is_lost(now, pool_is_full)
-            ]
-            losses = [self._take(id) for id in lost]
+            }
+            # Of a guard and a block in the same hands, each is lost with the other.
+            ids = [id for id, lent in self._lent.items() if lent.place in lost]
+            losses = [self._take(id) for id in ids]
         for address in dead:
             del self._holders[address]
         # A lost block ends its request, a lost guard alone is replaced.

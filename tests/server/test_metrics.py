@@ -57,9 +57,9 @@ def test_metrics_add_up(mode: str, tmp_path: Path) -> None:
     with_text = sum(bool(answer.ids) for answer, _ in answers)
     assert found["sangam_first_text_seconds_count"] == with_text > REQUESTS / 2
     assert found['sangam_request_seconds_bucket{le="+Inf"}'] == REQUESTS
-    assert found["sangam_request_seconds_sum"] == pytest.approx(
-        sum(seconds for _, seconds in answers), rel=0.3
-    )
+    # The client's times have the way there in them, and a new connection each.
+    seconds = found["sangam_request_seconds_sum"]
+    assert found["sangam_queue_seconds_sum"] < seconds < sum(seconds for _, seconds in answers)
     assert found["sangam_between_commits_seconds_count"] > 0
     kinds = ("prefill", "decode")
     prefills, decodes = (found[f'sangam_forwards_total{{kind="{kind}"}}'] for kind in kinds)

@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server.harness import Serving
+from server.harness import ROOT, TINY, Serving
 
 PERF_ANALYZER = os.environ.get("PERF_ANALYZER") or shutil.which("perf_analyzer")
 PROMPT = "Add 4363 and 75."
@@ -58,3 +59,15 @@ def test_genai_perf_payloads(server: Serving, payload: dict[str, Any], stream: b
     assert (answer.error, answer.finals) == (None, 1)
     assert (len(answer.ids), answer.finish_reason) == (12, "length")
     assert PROMPT not in answer.text
+
+
+@pytest.mark.skipif(PERF_ANALYZER is None, reason="neither PERF_ANALYZER nor perf_analyzer on PATH")
+def test_the_script_measures_every_input(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "perf" / "perf_analyzer" / "run.py"), f"--model={TINY}"]
+    command += ["--modes=colocated", "--concurrencies=2", "--requests=4", f"--output={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    _, *rows = done.stdout.splitlines()
+    assert [row.split()[:3] for row in rows] == [
+        ["colocated", name, "2"] for name in ("chat", "text", "token_ids")
+    ]
