@@ -29,7 +29,7 @@ from typing import Any
 from sangam_client import AsyncClient, SangamError
 from tqdm import tqdm
 
-from sangam_backend.background import BackgroundServer, background_server
+from sangam_backend.background import BackgroundServer, background_server, children
 
 START_SECONDS = 600.0
 SETTLE_SECONDS = 60.0
@@ -172,14 +172,6 @@ class Soak:
         with urllib.request.urlopen(self.server.metrics_url) as response:
             text = response.read().decode()
         return [match[0] for match in HELD.finditer(text) if float(match[1])]
-
-
-def children(pid: int) -> list[int]:
-    try:
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    except FileNotFoundError:
-        return []
-    return [int(child) for text in lists for child in text.split()]
 
 
 def resident_megabytes(pid: int) -> int:

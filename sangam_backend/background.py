@@ -63,3 +63,12 @@ def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(each.getsockname()[1]) for each in taken]
+
+
+def children(pid: int) -> list[int]:
+    """Processes started by one; [] when it has ended."""
+    try:
+        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except FileNotFoundError:
+        return []
+    return [int(child) for text in lists for child in text.split()]

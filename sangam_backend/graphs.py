@@ -13,6 +13,7 @@ from torch import Tensor
 from sangam_backend.attention import PagedAttention
 from sangam_backend.buffers import DeviceState, HostBatch, StepInputs, to_device
 from sangam_backend.config import EngineConfig
+from sangam_backend.device import replay_milliseconds
 from sangam_backend.plan import Row
 from sangam_backend.request import Request
 
@@ -28,7 +29,6 @@ class GraphSize(NamedTuple):
     """Any rows; False holds one block a row, and nothing else."""
 
 
-TUNING_REPLAYS = 5
 Tune = Callable[[int, Callable[[], float]], None]
 Step = Callable[[StepInputs, PagedAttention], Tensor]
 NewAttention = Callable[[GraphSize | None], PagedAttention]
@@ -90,16 +90,7 @@ class StepGraphs:
 
     def _time(self, size: GraphSize, pool: Any) -> float:
         """Milliseconds of an iteration on padding rows alone, at best."""
-        graph = self._capture(size, pool).graph
-        times = []
-        for _ in range(TUNING_REPLAYS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(float(begin.elapsed_time(end)))
-        return min(times)
+        return replay_milliseconds(self._capture(size, pool).graph)
 
     def find(self, rows: list[Row]) -> GraphSize | None:
         """The smallest size that holds the rows, if any does."""

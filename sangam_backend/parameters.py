@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sangam_backend.config import Family
 from sangam_backend.request import ErrorCode, RequestError, SamplingParams
@@ -18,6 +18,8 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STEPS_PER_TOKEN = 4
+
+Json = TypeVar("Json", dict[str, Any], list[Any])
 
 KNOWN = [field.name for field in dataclasses.fields(SamplingParams)]
 
@@ -44,13 +46,23 @@ def parse_json(text: str) -> dict[str, Any]:
     Raises:
         RequestError: not a JSON object.
     """
+    return read_json("sampling_parameters", text, dict)
+
+
+def read_json(name: str, text: str, kind: type[Json]) -> Json:
+    """The JSON of an input, which must be an object (dict) or a list.
+
+    Raises:
+        RequestError: it is not; the message names the input.
+    """
     try:
-        values = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"sampling_parameters is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise invalid(f"sampling_parameters must be a JSON object, not {type(values).__name__}")
-    return values
+        raise invalid(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(value, kind):
+        wanted = "object" if kind is dict else "list"
+        raise invalid(f"{name} must be a JSON {wanted}, not {type(value).__name__}")
+    return value
 
 
 def parse_sampling(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
-from sangam_backend.parameters import invalid
+from sangam_backend.parameters import invalid, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +26,4 @@ class Prompt:
 
 def parse_messages(text: str) -> list[Any]:
     """The messages input, a JSON list."""
-    try:
-        messages = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"messages is not valid JSON: {error}") from None
-    if not isinstance(messages, list):
-        raise invalid(f"messages must be a JSON list, not {type(messages).__name__}")
-    return messages
+    return read_json("messages", text, list)

@@ -149,15 +149,23 @@ def test_each_pulls_from_the_other(other: Other, opened: tuple[Transport, Tensor
     assert same_bits(pool[:, [0, 5]], there.view(pool.dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_within_a_process(dtype: torch.dtype) -> None:
-    first, pool = Setup(SHAPE, dtype, seed=1).open()
-    second, other_pool = Setup(OWN_SHAPE, dtype, seed=2).open()
+def pull_within_a_process(owner: Setup, reader: Setup) -> tuple[Transport, Transport, Location]:
+    """Pulls from a pool into itself and into another; its export stays."""
+    first, pool = owner.open()
+    second, other_pool = reader.open()
     location = first.export([6, 7])
     first.pull(location, [0, 1]).finish()
     assert same_bits(pool[:, :2], pool[:, [6, 7]])
     second.pull(location, [10, 3]).finish()
     assert same_bits(other_pool[:, [10, 3]], pool[:, [6, 7]])
+    return first, second, location
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_within_a_process(dtype: torch.dtype) -> None:
+    first, second, location = pull_within_a_process(
+        Setup(SHAPE, dtype, seed=1), Setup(OWN_SHAPE, dtype, seed=2)
+    )
     first.close()
     with pytest.raises(TransportError, match="taken back"):
         second.pull(location, [10, 3])

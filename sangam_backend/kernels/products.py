@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sangam_backend.device import replay_milliseconds
 from sangam_backend.kernels.layers import Tile, gated_linear, silu_mul
 
-REPLAYS = 5
 # How much faster than the default another one must be: less is noise.
 WORTH = 0.98
 WORTH_OF_STEP = 0.997
@@ -117,12 +117,4 @@ def measure(work: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)))
-    return min(times)
+    return replay_milliseconds(graph)

@@ -32,7 +32,7 @@ from sangam_backend.server.channel import (
     Started,
 )
 from sangam_backend.server.metrics import Metrics
-from sangam_backend.server.options import Incoming
+from sangam_backend.server.options import Incoming, cancelled_in_queue, timed_out
 from sangam_backend.server.sender import Sender
 from sangam_backend.server.wire import build_response, read_handover, read_request
 
@@ -181,9 +181,9 @@ class Host:
                     return self._engine
                 self._changed.wait(POLL_SECONDS)
             if visitor.sender.is_cancelled():
-                raise RequestError(ErrorCode.CANCELLED, "cancelled while it waited in the queue")
+                raise cancelled_in_queue()
             if visitor.deadline is not None and time.monotonic() > visitor.deadline:
-                raise RequestError(ErrorCode.CANCELLED, "the request ran longer than its timeout")
+                raise timed_out()
 
     def _run(self) -> None:
         """Follows one engine process after the other."""

@@ -24,7 +24,7 @@ from sangam_backend.request import (
     RequestError,
 )
 from sangam_backend.server.channel import Channel, Readings, Start
-from sangam_backend.server.options import Incoming, Options
+from sangam_backend.server.options import Incoming, Options, cancelled_in_queue, timed_out
 from sangam_backend.server.readings import Series, Tally, read_all
 from sangam_backend.server.reply import Reply
 
@@ -131,9 +131,9 @@ class Instance:
                     return
                 self._room.wait(POLL_SECONDS)
             if client.reply.is_cancelled():
-                raise RequestError(ErrorCode.CANCELLED, "cancelled while it waited in the queue")
+                raise cancelled_in_queue()
             if client.deadline is not None and time.monotonic() > client.deadline:
-                raise _timed_out()
+                raise timed_out()
 
     def _num_held(self) -> int:
         """Requests that count against the backlog."""
@@ -252,7 +252,7 @@ class Instance:
             if request in kept:
                 continue
             if client.deadline is not None and now > client.deadline:
-                self.engine.cancel(request, _timed_out())
+                self.engine.cancel(request, timed_out())
             elif client.reply.is_cancelled():
                 self.engine.cancel(request)
 
@@ -268,10 +268,6 @@ def error_of(output: Output) -> RequestError | None:
     if output.error is None and output.finish_reason is FinishReason.CANCELLED:
         return RequestError(ErrorCode.CANCELLED, "the client cancelled")
     return output.error
-
-
-def _timed_out() -> RequestError:
-    return RequestError(ErrorCode.CANCELLED, "the request ran longer than its timeout")
 
 
 def _refuse_after_fault(reply: Reply, error: Exception) -> None:

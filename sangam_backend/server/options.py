@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sangam_backend.prompt import Prompt
-from sangam_backend.request import Output, Request
+from sangam_backend.request import ErrorCode, Output, Request, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +45,11 @@ class Incoming:
     options: Options
     deadline: float | None
     """On the clock of time.monotonic."""
+
+
+def timed_out() -> RequestError:
+    return RequestError(ErrorCode.CANCELLED, "the request ran longer than its timeout")
+
+
+def cancelled_in_queue() -> RequestError:
+    return RequestError(ErrorCode.CANCELLED, "cancelled while it waited in the queue")

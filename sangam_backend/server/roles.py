@@ -100,7 +100,7 @@ class PrefillInstance(Instance):
         self._blocks: dict[Request, str] = {}
         """The handovers in `_lent` that are no guards."""
         self._ended: dict[Request, RequestError | None] = {}
-        """Outcome of requests whose guard has still to leave."""
+        """Outcome of requests whose guard or block has still to come back."""
         self._holders: dict[str, Process] = {}
         """The decode instances, by their addresses."""
         self._next_watch = 0.0

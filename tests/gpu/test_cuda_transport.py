@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from test_transport import Other, Setup, another_process, same_bits
+from test_transport import Other, Setup, another_process, pull_within_a_process, same_bits
 
 from sangam_backend.transport import Location, Transport, TransportError
 
@@ -18,6 +18,7 @@ OWN_SHAPE = (3, 12, 2, 16, 2, 64)
 LLADA = (32, 64, 2, 16, 32, 128)
 LLADA_PAGES = 48
 GPU_CYCLES = 200_000_000
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def setup(shape: Sequence[int], seed: int, device: str = "cuda:0") -> Setup:
@@ -60,13 +61,7 @@ def test_each_pulls_from_the_other(other: Other) -> None:
 
 
 def test_within_a_process() -> None:
-    first, pool = setup(SHAPE, 1).open()
-    second, other_pool = setup(OWN_SHAPE, 2).open()
-    location = first.export([6, 7])
-    first.pull(location, [0, 1]).finish()
-    assert same_bits(pool[:, :2], pool[:, [6, 7]])
-    second.pull(location, [10, 3]).finish()
-    assert same_bits(other_pool[:, [10, 3]], pool[:, [6, 7]])
+    first, second, _ = pull_within_a_process(setup(SHAPE, 1), setup(OWN_SHAPE, 2))
     first.close()
     second.close()
 
@@ -143,7 +138,7 @@ def test_a_gpu_that_is_not_visible(
         transport.pull(other.export([1]), [0])
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@TWO_GPUS
 def test_between_gpus(other: Other) -> None:
     transport, pool = setup(OWN_SHAPE, 2, "cuda:1").open()
     transport.pull(other.export([5, 0]), [2, 11]).finish()
@@ -151,11 +146,9 @@ def test_between_gpus(other: Other) -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=TWO_GPUS)])
 def test_bandwidth(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A prefill of LLaDA-8B; with two processes on one GPU, each byte is read and written there."""
-    if int(device[-1]) >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
     transport, pool = setup(LLADA, 2, device).open()
     source, target = list(range(LLADA_PAGES)), list(range(LLADA_PAGES + 15, 15, -1))
     with another_process(setup(LLADA, 1)) as other:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tritonclient import grpc as tritongrpc
 
-from sangam_backend.background import free_ports
+from sangam_backend.background import children, free_ports
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "checkpoints" / "tiny-llada"
@@ -239,15 +239,6 @@ def run_sangam(*arguments: str, **environment: str) -> subprocess.CompletedProce
         text=True,
         timeout=ANSWER_SECONDS,
     )
-
-
-def children(pid: int) -> list[int]:
-    """Processes started by one; [] when it has ended."""
-    try:
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    except FileNotFoundError:
-        return []
-    return [int(child) for text in lists for child in text.split()]
 
 
 def is_running(pid: int) -> bool:

@@ -18,14 +18,13 @@ from server.harness import (
     Answer,
     Serving,
     Stream,
-    children,
     is_running,
     launched,
     serving,
     wait_for,
 )
 
-from sangam_backend.background import free_ports
+from sangam_backend.background import children, free_ports
 from sangam_backend.config import EngineConfig
 from sangam_backend.launcher import (
     Deployment,
