@@ -192,9 +192,9 @@ class Serving:
         (triton,) = children(self.process.pid)
         return triton, children(triton)
 
-    def engines(self, model: str = "sangam") -> list[int]:
-        """The engine processes of a model's instances."""
-        named = f"{model}_0_".encode()
+    def engines(self, model: str = "sangam", number: str = "") -> list[int]:
+        """The engine processes of a model's instances, or of the one with this number."""
+        named = f"{model}_0_{number}".encode()
         stubs = [p for p in self.tree()[1] if named in Path(f"/proc/{p}/cmdline").read_bytes()]
         return [engine for stub in stubs for engine in children(stub)]
 
