@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from make_tiny import Family
 from tasks import Item
-from tiny_model import Model
+from tiny_model import Model, Sequences, sequences_of
 from torch import Tensor
 from training_data import BLOCK, Encoder
 
@@ -59,39 +60,38 @@ def decode(
     model: Model, family: Family, questions: list[Question], commits: int
 ) -> list[list[int]]:
     device = model.cos.device
-    ids = torch.full((len(questions), max(q.length for q in questions)), family.eos_id)
-    for row, question in zip(ids, questions):
-        row[: len(question.prompt)] = torch.tensor(question.prompt)
-        row[len(question.prompt) : question.length] = family.mask_id
-    ids = ids.to(device)
-    starts = torch.tensor([len(q.prompt) for q in questions], device=device)[:, None]
-    ends = torch.tensor([q.length for q in questions], device=device)[:, None]
-    position = torch.arange(ids.shape[1], device=device)
-    keys = (position < ends)[:, None, None]
+    canvases = [[*q.prompt, *[family.mask_id] * q.canvas] for q in questions]
+    ids = torch.tensor(list(chain(*canvases)), device=device)
+    sequences = sequences_of([q.length for q in questions], device)
+    starts = sequences.offsets[:-1, None] + torch.tensor(
+        [[len(q.prompt)] for q in questions], device=device
+    )
+    last = sequences.offsets[1:, None] - 1
     stops = torch.tensor([family.eos_id, family.turn_end_id], device=device)
+    ended = torch.zeros(len(questions), dtype=torch.bool, device=device)
     for first in range(0, max(q.canvas for q in questions), BLOCK):
         block = starts + torch.arange(first, first + BLOCK, device=device)
-        block = block.clamp(max=ids.shape[1] - 1)
+        block = block.minimum(last)
         for _ in range(BLOCK // commits):
-            commit(model, family, ids, keys, block, commits)
-        passed = (position >= starts) & (position < starts + first + BLOCK)
-        if (torch.isin(ids, stops) & passed).any(1).all():
+            commit(model, family, ids, sequences, block, commits)
+        ended |= torch.isin(ids[block], stops).any(1)
+        if ended.all():
             break
-    return [row[len(q.prompt) : q.length] for row, q in zip(ids.tolist(), questions)]
+    rows = ids.split([q.length for q in questions])
+    return [row[len(q.prompt) :].tolist() for row, q in zip(rows, questions)]
 
 
 def commit(
-    model: Model, family: Family, ids: Tensor, keys: Tensor, block: Tensor, count: int
+    model: Model, family: Family, ids: Tensor, sequences: Sequences, block: Tensor, count: int
 ) -> None:
-    """Writes the `count` surest tokens among the masked positions `block` of each row."""
+    """Writes the `count` surest tokens among the masked positions of each row of `block`."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
-        hidden = model.hidden(ids, keys)
-        rows = torch.arange(len(ids), device=ids.device)[:, None]
-        logits = model.head(hidden[rows, block - family.logit_shift]).float()
+        hidden = model.hidden(ids, sequences)
+        logits = model.head(hidden[block - family.logit_shift]).float()
     logits[..., family.mask_id] = -torch.inf
     confidence, tokens = logits.softmax(-1).max(-1)
-    shown = ids.gather(1, block)
+    shown = ids[block]
     masked = shown == family.mask_id
     surest = confidence.where(masked, -1.0).topk(count).indices
     chosen = torch.zeros_like(masked).scatter(1, surest, True) & masked
-    ids.scatter_(1, block, tokens.where(chosen, shown))
+    ids[block] = tokens.where(chosen, shown)

@@ -145,7 +145,7 @@ def count(rng: Random) -> Pair:
     if rng.random() < 0.3:
         return _calendar(rng)
     low = rng.randrange(10 ** rng.randint(1, 3))
-    high = low + rng.randint(2, 40)
+    high = low + rng.randint(2, 24)
     numbers = list(range(low, high + 1))
     if rng.random() < 0.5:
         return f"Count from {low} to {high}.", _listed(numbers)
@@ -154,7 +154,7 @@ def count(rng: Random) -> Pair:
 
 def _calendar(rng: Random) -> Pair:
     unit, names = rng.choice(list(CALENDAR.items()))
-    first, length = rng.randrange(len(names)), rng.randint(2, 40)
+    first, length = rng.randrange(len(names)), rng.randint(2, 24)
     listed = [f"{n + 1} {names[(first + n) % len(names)]}" for n in range(length)]
     return f"Name {length} {unit} from {names[first]}.", _listed(listed)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from make_tiny import CONTEXT, EMBEDDING_ROWS, FAMILIES, HEAD_DIM, Family, write_json
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 NAMES = {
     "llada": {
@@ -40,6 +43,45 @@ NAMES = {
 }
 
 
+class Sequences(NamedTuple):
+    """Token sequences that lie one after the other."""
+
+    offsets: Tensor
+    """Where each begins, then where the last one ends: int32 [sequences + 1]."""
+    longest: int
+    """No sequence has more tokens."""
+
+    def owners(self, tokens: int) -> Tensor:
+        """The sequence of each token [tokens]."""
+        places = torch.arange(tokens, dtype=torch.int32, device=self.offsets.device)
+        return torch.searchsorted(self.offsets[1:], places, right=True)
+
+    def positions(self, tokens: int) -> Tensor:
+        """Each token's place in its sequence [tokens]."""
+        places = torch.arange(tokens, device=self.offsets.device)
+        return places - self.offsets[self.owners(tokens)]
+
+
+def sequences_of(lengths: list[int], device: torch.device) -> Sequences:
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    return Sequences(offsets.to(device), max(lengths))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+    """Attention within each sequence; all are [tokens, heads, HEAD_DIM]."""
+    if q.is_cuda:
+        offsets, longest = sequences
+        attended = varlen_attn(q, k, v, offsets, offsets, longest, longest)
+        assert isinstance(attended, Tensor)
+        return attended
+    parts = []
+    for start, end in pairwise(sequences.offsets.tolist()):
+        if end > start:
+            queries, keys, values = (x[start:end].transpose(0, 1) for x in (q, k, v))
+            parts.append(F.scaled_dot_product_attention(queries, keys, values))
+    return torch.cat(parts, dim=1).transpose(0, 1)
+
+
 class Layer(nn.Module):
     def __init__(self, family: Family) -> None:
         super().__init__()
@@ -52,13 +94,13 @@ class Layer(nn.Module):
         self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None) -> Tensor:
-        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, HEAD_DIM))
         q, k, v = heads.split(self.heads, dim=1)
         shared = self.heads[0] // self.heads[1]
         k, v = rotate(k, cos, sin).repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        attended = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, keys)
-        x = x + self.output(attended.transpose(1, 2).flatten(2))
+        attended = attend(rotate(q, cos, sin), k, v, sequences)
+        x = x + self.output(attended.flatten(1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
@@ -87,19 +129,17 @@ class Model(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def hidden(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Normalised hidden states [rows, length, hidden].
-
-        `keys` [rows, 1, 1, length] is false where a row is padded.
-        """
+    def hidden(self, ids: Tensor, sequences: Sequences) -> Tensor:
+        """Normalised hidden states [tokens, hidden]."""
         x = self.embedding(ids)
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        positions = sequences.positions(len(ids))
+        cos, sin = self.cos[positions, None], self.sin[positions, None]
         for layer in self.layers:
-            x = layer(x, cos, sin, keys)
+            x = layer(x, cos, sin, sequences)
         return self.final_norm(x)  # type: ignore[no-any-return]
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.hidden(ids))  # type: ignore[no-any-return]
+    def forward(self, ids: Tensor, sequences: Sequences) -> Tensor:
+        return self.head(self.hidden(ids, sequences))  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

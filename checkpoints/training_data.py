@@ -1,10 +1,10 @@
-"""Chats of generated tasks as rows of tokens, grouped by length."""
+"""Chats of generated tasks, packed into rows of one size."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
 from functools import cache, partial
 from random import Random
 from typing import NamedTuple
@@ -17,13 +17,12 @@ from tokenizers import Tokenizer
 
 BLOCK = 32
 CANVAS_BLOCKS = 8
-FINE_LENGTH, FINE, COARSE = 512, 4, 32
-"""Rows are a multiple of FINE tokens up to FINE_LENGTH, of COARSE beyond."""
 CHUNK = 10_000
 WORKERS = 16
 
 # Rows of each task for one of the others. Retrieval is learned last and needs the most.
 SHARES = {
+    "count": 2.0,
     "facts": 3.0,
     "long_facts": 0.3,
     "long_repeat": 0.4,
@@ -48,11 +47,16 @@ AROUND = {
 
 
 class Rows(NamedTuple):
-    """Chats of one length: the prompt, the answer, the end of turn, and end-of-text to the end."""
+    """Rows [count, size] of whole chats one after the other, and up to size // BLOCK chats of each.
+
+    A chat is the prompt, the answer, the end of turn, and end-of-text to the end of its canvas.
+    """
 
     tokens: NDArray[np.int16]
+    offsets: NDArray[np.int32]
+    """Where each chat begins, then where the last one ends: the row's size, repeated."""
     starts: NDArray[np.int16]
-    """Where the answer begins."""
+    """The answer's first token, counted from the chat's."""
     ends: NDArray[np.int16]
     """One past the end of turn."""
 
@@ -82,58 +86,64 @@ class Encoder:
 encoder = cache(Encoder)
 
 
-def make_rows(family: str, seed: int, count: int) -> dict[int, Rows]:
-    """About `count` training rows by their length, longest last; made on all cores."""
+def make_rows(family: str, seed: int, count: int, size: int) -> Rows:
+    """About `count` chats in rows of `size` tokens; made on all cores."""
     # A tokenizer that has started threads cannot be used after a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     vocabulary()
     chunks = max(1, count // CHUNK)
-    work = partial(make_chunk, family, min(count, CHUNK))
+    work = partial(make_chunk, family, min(count, CHUNK), size)
     seeds = [f"{seed} {chunk}" for chunk in range(chunks)]
     workers = min(WORKERS, len(os.sched_getaffinity(0)))
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        return merge(pool.map(work, seeds, chunksize=1))
+        made = pool.map(work, seeds, chunksize=1)
+    return Rows(*(np.concatenate(column) for column in zip(*made)))
 
 
-def make_chunk(family: str, count: int, seed: str) -> dict[int, Rows]:
+def make_chunk(family: str, count: int, size: int, seed: str) -> Rows:
     rng = Random(seed)
     shares = [SHARES.get(task, 1.0) for task in TASKS]
     items = [generate(rng, task) for task in rng.choices(list(TASKS), shares, k=count)]
     encode = encoder(family)
-    groups: dict[int, list[tuple[list[int], list[int]]]] = {}
-    for prompt, answer in zip(encode.prompts(items), encode.answers(items)):
-        groups.setdefault(row_length(rng, len(prompt), len(answer)), []).append((prompt, answer))
-    return {length: pack(group, length, encode.family.eos_id) for length, group in groups.items()}
+    answers = encode.answers(items)
+    canvases = [canvas_length(rng, len(answer)) for answer in answers]
+    prompts = encode.prompts(items)
+    lengths = [len(prompt) + canvas for prompt, canvas in zip(prompts, canvases)]
+    filled = list(fill_rows(lengths, size))
+    most = size // BLOCK
+    rows = Rows(
+        np.full((len(filled), size), encode.family.eos_id, np.int16),
+        np.full((len(filled), most + 1), size, np.int32),
+        # What is left at the end of a row is a chat without an answer.
+        np.full((len(filled), most), size, np.int16),
+        np.full((len(filled), most), size, np.int16),
+    )
+    for chats, tokens, offsets, starts, ends in zip(filled, *rows):
+        offset = 0
+        for place, chat in enumerate(chats):
+            text = prompts[chat] + answers[chat]
+            tokens[offset : offset + len(text)] = text
+            starts[place], ends[place] = len(prompts[chat]), len(text)
+            offsets[place] = offset
+            offset += lengths[chat]
+        offsets[len(chats)] = offset
+    return rows
 
 
-def row_length(rng: Random, prompt: int, answer: int) -> int:
-    """A length that holds both, often with blocks to spare, which end-of-text will fill."""
+def canvas_length(rng: Random, answer: int) -> int:
+    """Blocks that hold the answer, often with some to spare, which end-of-text will fill."""
     needed = -(-answer // BLOCK)
     spare = max(0, CANVAS_BLOCKS - needed)
-    blocks = needed + (rng.randint(0, spare) if rng.random() < 0.4 else 0)
-    length = prompt + blocks * BLOCK
-    unit = FINE if length <= FINE_LENGTH else COARSE
-    return -(-length // unit) * unit
+    return (needed + (rng.randint(0, spare) if rng.random() < 0.4 else 0)) * BLOCK
 
 
-def pack(group: list[tuple[list[int], list[int]]], length: int, fill: int) -> Rows:
-    tokens = np.full((len(group), length), fill, np.int16)
-    starts = np.array([len(prompt) for prompt, _ in group], np.int16)
-    ends = starts + np.array([len(answer) for _, answer in group], np.int16)
-    for row, (prompt, answer) in zip(tokens, group):
-        row[: len(prompt) + len(answer)] = prompt + answer
-    return Rows(tokens, starts, ends)
-
-
-def merge(chunks: list[dict[int, Rows]]) -> dict[int, Rows]:
-    lengths = sorted({length for chunk in chunks for length in chunk})
-    return {length: concatenate(chunks, length) for length in lengths}
-
-
-def concatenate(chunks: list[dict[int, Rows]], length: int) -> Rows:
-    parts = [chunk[length] for chunk in chunks if length in chunk]
-    return Rows(*(np.concatenate(column) for column in zip(*parts)))
-
-
-def count_tokens(rows: Mapping[int, Rows]) -> int:
-    return sum(group.tokens.size for group in rows.values())
+def fill_rows(lengths: list[int], size: int) -> Iterator[list[int]]:
+    """Chats in order, as many to a row as fit; those left for an unfilled last row are dropped."""
+    row: list[int] = []
+    room = size
+    for chat, length in enumerate(lengths):
+        if length > room:
+            yield row
+            row, room = [], size
+        row.append(chat)
+        room -= length

@@ -9,14 +9,15 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import tasks
 import torch
 import train
 from exact_match import decode, make_questions
 from make_tiny import CONTEXT, EMBEDDING_ROWS, FAMILIES, TEXT_TOKENS, vocabulary, write
-from tiny_model import Model, save_weights
-from training_data import BLOCK, CANVAS_BLOCKS, FINE, encoder, make_chunk
+from tiny_model import Model, save_weights, sequences_of
+from training_data import BLOCK, CANVAS_BLOCKS, encoder, make_chunk
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.frontend import open_frontend
@@ -26,6 +27,7 @@ from sangam_backend.reference import Predictor, ServingSampler, generate
 from sangam_backend.text import Tokenizer
 
 ROOT = Path(__file__).parent.parent
+ROW = 4096
 CPU = torch.device("cpu")
 MOST_PARAMETERS = 4_000_000
 TEXTS = (
@@ -141,27 +143,42 @@ def test_training_prompts_are_the_chats_of_serving(
 
 
 def test_rows(family: str) -> None:
-    groups = make_chunk(family, 300, "0")
+    rows = make_chunk(family, 300, ROW, "0")
     shape = FAMILIES[family]
-    assert sum(len(rows.starts) for rows in groups.values()) == 300
-    for length, rows in groups.items():
-        assert length % FINE == 0
-        assert length <= CONTEXT
-        for row, start, end in zip(*rows):
-            assert 0 < start < end <= length
-            assert row[end - 1] == shape.turn_end_id
-            assert set(row[end:].tolist()) <= {shape.eos_id}
-    assert make_chunk(family, 300, "0").keys() == groups.keys()
+    for tokens, offsets, starts, ends in zip(*rows):
+        assert (np.diff(offsets) >= 0).all()
+        chats = int((offsets < ROW).sum())
+        for place in range(chats):
+            chat = tokens[offsets[place] : offsets[place + 1]]
+            start, end = starts[place], ends[place]
+            if start == ROW:  # the rest of the row
+                assert place == chats - 1
+                assert len(chat) <= CONTEXT
+                continue
+            assert 0 < start < end <= len(chat)
+            assert (len(chat) - start) % BLOCK == 0
+            assert chat[end - 1] == shape.turn_end_id
+            assert set(chat[end:].tolist()) <= {shape.eos_id}
+    # Only the last row's chats are left out.
+    assert 300 - ROW // BLOCK < (rows.starts < ROW).sum() <= 300
+    again = make_chunk(family, 300, ROW, "0")
+    for column in rows._fields:
+        assert np.array_equal(getattr(rows, column), getattr(again, column))
 
 
 def test_corruption_masks_only_answers(family: str) -> None:
     shape = FAMILIES[family]
-    for batch in train.make_batches(make_chunk(family, 300, "0"), 2048, CPU):
-        ids, weight = train.corrupt(batch, shape)
+    for columns in zip(*make_chunk(family, 300, ROW, "0")):
+        row = train.Row(*map(torch.as_tensor, columns))
+        ids, weight = train.corrupt(row, shape)
         masked = ids == shape.mask_id
-        assert torch.equal(ids[~masked], batch.tokens.long()[~masked])
+        assert torch.equal(ids[~masked], row.tokens.long()[~masked])
         assert torch.equal(masked, weight > 0)
-        assert not (masked & (torch.arange(batch.length) < batch.starts[:, None])).any()
+        answers = torch.zeros(ROW, dtype=torch.bool)
+        for offset, following, start in zip(row.offsets, row.offsets[1:], row.starts):
+            answers[offset + start : following] = True
+        assert not (masked & ~answers).any()
+        assert 0.3 < masked.sum() / answers.sum() < 0.95
 
 
 def test_size(family: str) -> None:
@@ -174,7 +191,7 @@ def test_exported_weights_serve_the_trained_logits(checkpoint: tuple[Path, Model
     ids = torch.randint(EMBEDDING_ROWS, (300,), generator=torch.Generator().manual_seed(0))
     logits = served.logits(served.forward(ids, Predictor(served, len(ids)).attention))
     with torch.no_grad():
-        expected = model(ids[None])[0]
+        expected = model(ids, sequences_of([len(ids)], CPU))
     assert expected.std() > 0.5
     assert torch.allclose(logits, expected, atol=5e-4)
 
@@ -214,8 +231,18 @@ def test_files_are_the_released_layout(checkpoint: tuple[Path, Model], family: s
 
 def test_training_runs_end_to_end(family: str, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
-    options = f"--family {family} --device cpu --steps 3 --items 300 --tokens-per-step 1024"
+    options = f"--family {family} --device cpu --steps 3 --items 300 --tokens-per-step 2048"
     command = [sys.executable, "checkpoints/train.py", *options.split(), "--eval-items", "0"]
     subprocess.run([*command, "--out", out, "--log", log], cwd=ROOT, check=True, timeout=200)
     assert "3 steps" in log.read_text()
     load_model(EngineConfig(model=str(out)), torch.float32, CPU)
+
+
+def test_sequences_do_not_see_each_other(family: str) -> None:
+    model = Model(FAMILIES[family])
+    lengths = [5, 40, 17]
+    ids = torch.randint(EMBEDDING_ROWS, (sum(lengths),))
+    with torch.no_grad():
+        together = model(ids, sequences_of(lengths, CPU))
+        alone = [model(part, sequences_of([len(part)], CPU)) for part in ids.split(lengths)]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
