@@ -16,9 +16,11 @@ QUESTIONS = (
     "Add 4363 and 75.",
     "Subtract 582 from 867.",
     "Sort these numbers: 26, 12, 62, 7, 99, 31.",
-    "Reverse the word house.",
+    "Reverse the letters h o u s e.",
     "Ray has 59 cards and gives away 57. How many cards now?",
-    "Repeat: the cat sat on a mat by night",
+    "Give the running totals of 3, 9, 4, 7, 5.",
+    "Name 9 months from March.",
+    "Ann likes red. Bob eats rice. Cal keeps bees. What does Cal keep? Which color does Ann like?",
 )
 
 

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,14 +30,18 @@ from tqdm import tqdm
 
 from sangam_backend.background import BackgroundServer, background_server, children
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoints"))
+
+from tasks import TASKS, generate
+
 START_SECONDS = 600.0
 SETTLE_SECONDS = 60.0
 LINES = 48
-VOCABULARY = 200
 # The server makes some when they are first needed.
 SPARE = {"processes": 0, "threads": 8, "files": 8}
-HELD = re.compile(
-    r"(?m)^sangam_(?:requests_(?:waiting|decoding|handed_over)|kv_pages_used)\{.*\} (\S+)$"
+HELD = tuple(
+    f"sangam_{name}"
+    for name in ("requests_waiting", "requests_decoding", "requests_handed_over", "kv_pages_used")
 )
 
 
@@ -61,8 +64,9 @@ def make_line(rng: random.Random, number: int) -> dict[str, Any]:
         "ignore_eos": rng.random() < 0.5,
         "seed": number,
     }
-    prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 200))]
-    return {"id": str(number), "input_ids": prompt, "sampling_parameters": sampling}
+    question = generate(rng, rng.choice(list(TASKS))).prompt
+    messages = [{"role": "user", "content": question}]
+    return {"id": str(number), "messages": messages, "sampling_parameters": sampling}
 
 
 def answer_by_reference(model: str, lines: list[dict[str, Any]]) -> list[list[int]]:
@@ -108,7 +112,7 @@ class Soak:
             sampling["max_tokens"] = -1
         timeout = 0.02 if kind == "timeout" else None
         ids: list[int] = []
-        async for chunk in client.stream(line["input_ids"], timeout=timeout, **sampling):
+        async for chunk in client.stream(line["messages"], timeout=timeout, **sampling):
             ids += chunk.output_ids
             if kind == "cancel":
                 return "cancelled"
@@ -167,11 +171,10 @@ class Soak:
                 return
             time.sleep(0.1)
 
-    def held(self) -> list[str]:
-        """The lines of /metrics that should be 0."""
-        with urllib.request.urlopen(self.server.metrics_url) as response:
-            text = response.read().decode()
-        return [match[0] for match in HELD.finditer(text) if float(match[1])]
+    def held(self) -> dict[str, float]:
+        """The metrics that should be 0."""
+        metrics = self.server.metrics()
+        return {name: metrics[name] for name in HELD if metrics.get(name)}
 
 
 def resident_megabytes(pid: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from urllib.request import urlopen
 
 from sangam_client import Client
 
@@ -22,6 +24,17 @@ class BackgroundServer(NamedTuple):
     metrics_url: str
     process: subprocess.Popen[bytes]
     """Its `returncode` is set when the server has stopped."""
+
+    def metrics(self) -> dict[str, float]:
+        """Each of our metrics by its name, the sum over all labels."""
+        with urlopen(self.metrics_url) as response:
+            lines = response.read().decode().splitlines()
+        sums: dict[str, float] = {}
+        for line in lines:
+            if line.startswith("sangam_"):
+                name, value = re.split("[{ ]", line)[0], line.split()[-1]
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
 
 
 @contextmanager

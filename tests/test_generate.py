@@ -29,7 +29,7 @@ def generate(tmp_path: Path, model: Path, lines: list[Any], *options: str) -> li
 
 QUESTIONS = {
     "Add 4363 and 75.": "The sum is 4438.",
-    "Reverse the word house.": "esuoh",
+    "Reverse the letters h o u s e.": "e s u o h",
     "Sort these numbers: 26, 12, 62.": "12, 26, 62",
     "Ray has 59 cards and gives away 57. How many cards now?": "Ray has 2 cards.",
 }

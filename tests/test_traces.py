@@ -13,12 +13,20 @@ import pytest
 from traces import prepare, synthesise
 from workload import read_trace
 
+from sangam_backend.text import Tokenizer
+
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "perf" / "traces"
 TINY = ROOT / "checkpoints" / "tiny-llada"
 NAMES = ("chat", "summarisation")
 HUMAN = {"from": "human", "value": "Say ABC."}
 MODEL = {"from": "gpt", "value": "ABC"}
+
+
+def encode(text: str) -> list[int]:
+    tokenizer = Tokenizer.load(TINY, "llada")
+    assert tokenizer is not None
+    return tokenizer.encode(text)
 
 
 def run(main: Callable[[], None], *arguments: str | Path) -> None:
@@ -65,9 +73,10 @@ def test_sharegpt(tmp_path: Path) -> None:
     entries = run_prepare("sharegpt", content, tmp_path, *limits)
     prompts = {entry["messages"][0]["content"]: entry for entry in entries}
     assert set(prompts) == {"Say ABC.", "?"}
-    # The tokenizer of the tiny checkpoint has a token a byte.
-    assert [entry["max_tokens"] for entry in entries] == [3, 3]
-    assert prompts["Say ABC."]["prompt_tokens"] - prompts["?"]["prompt_tokens"] == 7
+    answer_tokens = len(encode(MODEL["value"]))
+    assert [entry["max_tokens"] for entry in entries] == [answer_tokens] * 2
+    longer = len(encode("Say ABC.")) - len(encode("?"))
+    assert prompts["Say ABC."]["prompt_tokens"] - prompts["?"]["prompt_tokens"] == longer > 0
     assert prompts["?"]["prompt_tokens"] > 1
     assert [entry["arrival"] for entry in entries] == [0, 0]
 
@@ -76,13 +85,14 @@ def test_arxiv(tmp_path: Path) -> None:
     texts = [("short article", "one"), ("word " * 400, "second"), ("anything", "long " * 300)]
     lines = [json.dumps({"article": article, "abstract": text}) for article, text in texts]
     entries = run_prepare("arxiv", "\n".join(lines), tmp_path, "--max-prompt-tokens", "300")
+    short, long = (len(encode(text)) for text in ("one", "second"))
     by_length = {entry["max_tokens"]: entry for entry in entries}
-    assert set(by_length) == {3, 6}
-    assert by_length[6]["prompt_tokens"] == 300
-    (message,) = by_length[6]["messages"]
+    assert set(by_length) == {short, long}
+    assert by_length[long]["prompt_tokens"] == 300
+    (message,) = by_length[long]["messages"]
     assert message["role"] == "user"
     assert (prepare.INSTRUCTION + "word " * 400).startswith(message["content"])
-    assert by_length[3]["messages"][0]["content"].endswith("short article")
+    assert by_length[short]["messages"][0]["content"].endswith("short article")
 
 
 def test_arrivals_and_the_number_of_requests(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import goldens
 import pytest
 import torch
+from tasks import TASKS, generate
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.engine import Engine
@@ -18,13 +20,15 @@ from sangam_backend.request import Request
 
 CHECKPOINTS = Path(__file__).parent.parent.parent / "checkpoints"
 
+Job = tuple[Prompt, dict[str, Any]]
+
 
 def open_engine(model: Path, **settings: Any) -> Engine:
     return Engine(EngineConfig(model=str(model), device="cuda", **settings))
 
 
-def new_request(engine: Engine, prompt: list[int], sampling: dict[str, Any]) -> Request:
-    return engine.frontend.new_request("", Prompt(input_ids=prompt), sampling, False)
+def new_request(engine: Engine, prompt: Prompt, sampling: dict[str, Any]) -> Request:
+    return engine.frontend.new_request("", prompt, sampling, False)
 
 
 def random_sampling(rng: random.Random) -> dict[str, Any]:
@@ -41,7 +45,7 @@ def random_sampling(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def answers(engine: Engine, jobs: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
+def answers(engine: Engine, jobs: list[Job]) -> list[list[int]]:
     requests = [new_request(engine, *job) for job in jobs]
     for request in requests:
         engine.submit(request)
@@ -53,12 +57,18 @@ def answers(engine: Engine, jobs: list[tuple[list[int], dict[str, Any]]]) -> lis
     return [outputs[request] for request in requests]
 
 
-def random_jobs(seed: str) -> list[tuple[list[int], dict[str, Any]]]:
+def random_prompt(rng: random.Random) -> Prompt:
+    return Prompt(input_ids=[rng.randrange(255) for _ in range(rng.randint(5, 300))])
+
+
+def random_question(rng: random.Random) -> Prompt:
+    text = generate(rng, rng.choice(list(TASKS))).prompt
+    return Prompt(messages=[{"role": "user", "content": text}])
+
+
+def random_jobs(seed: str, new_prompt: Callable[[random.Random], Prompt]) -> list[Job]:
     rng = random.Random(seed)
-    return [
-        ([rng.randrange(255) for _ in range(rng.randint(5, 200))], random_sampling(rng))
-        for _ in range(24)
-    ]
+    return [(new_prompt(rng), random_sampling(rng)) for _ in range(24)]
 
 
 # Up to 8 rows a graph has no padding, so that its products have the plain loop's shapes.
@@ -66,7 +76,7 @@ SMALL = {"max_batch_size": 8, "kv_cache_tokens": 8192, "tuned_products": False}
 
 
 def test_graphs_and_overlap_equal_the_plain_loop() -> None:
-    jobs = random_jobs("tiny-llada")
+    jobs = random_jobs("tiny-llada", random_question)
     plain = {"cuda_graphs": False, "overlap": False}
     expected = answers(open_engine(CHECKPOINTS / "tiny-llada", **SMALL, **plain), jobs)
     for levers in ({}, {"cuda_graphs": False}, {"overlap": False}):
@@ -79,7 +89,7 @@ def test_graphs_and_overlap_equal_the_plain_loop() -> None:
 def test_overlap_equals_the_plain_loop_on_random_weights(cuda_graphs: bool) -> None:
     """Graphs are left alike: FlashInfer sums split K/V in another order in them, and random
     weights turn a last bit into another token."""
-    jobs = random_jobs("tiny-dream")
+    jobs = random_jobs("tiny-dream", random_prompt)
     settings = SMALL | {"cuda_graphs": cuda_graphs}
     plain = open_engine(CHECKPOINTS / "tiny-dream", **settings, overlap=False)
     assert answers(open_engine(CHECKPOINTS / "tiny-dream", **settings), jobs) == answers(
@@ -99,7 +109,10 @@ def test_golden_cases_in_float32(name: str) -> None:
         and len(case["prompt_ids"]) == 1
         and case["id"] not in goldens.MENDED
     ]
-    jobs = [(case["prompt_ids"][0], goldens.serving_sampling(case) or {}) for case in cases]
+    jobs = [
+        (Prompt(input_ids=case["prompt_ids"][0]), goldens.serving_sampling(case) or {})
+        for case in cases
+    ]
     assert answers(engine, jobs) == [case["generated_ids"][0] for case in cases]
 
 
@@ -121,8 +134,7 @@ def test_cancels_under_load_and_no_growth_over_2000_requests() -> None:
     for _ in range(4):
         requests = []
         for _ in range(500):
-            prompt = [rng.randrange(255) for _ in range(rng.randint(5, 300))]
-            requests.append(new_request(engine, prompt, random_sampling(rng)))
+            requests.append(new_request(engine, random_question(rng), random_sampling(rng)))
             engine.submit(requests[-1])
         ended = 0
         while not engine.is_idle:

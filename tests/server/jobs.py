@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from server.harness import EVERYTHING, TINY, Serving, run_sangam
+from tasks import generate
 
 REQUESTS = 200
-WORDS = ("Add 4363 and 75.", "Sort these numbers: 26, 12, 62.", "Reverse the word house.")
+ASKED = ("shuffle", "choose", "add", "sort", "facts", "repeat")
+"""Tasks of the checkpoint; the first two have many right answers."""
 
 
 def make_line(number: int) -> dict[str, Any]:
@@ -33,14 +35,19 @@ def make_line(number: int) -> dict[str, Any]:
             {"unmasking": "steps", "steps": draw.randint(9, 30)},
         ]
     )
-    prompt: dict[str, Any] = {"text_input": draw.choice(WORDS)}
-    if draw.random() < 0.8:
-        prompt = {"input_ids": [draw.randrange(262) for _ in range(draw.randint(1, 120))]}
-    return {"id": str(number), **prompt, "sampling_parameters": sampling}
+    return {"id": str(number), **make_prompt(draw), "sampling_parameters": sampling}
+
+
+def make_prompt(draw: random.Random) -> dict[str, Any]:
+    form = draw.random()
+    if form < 0.1:
+        return {"input_ids": [draw.randrange(830) for _ in range(draw.randint(1, 120))]}
+    text = generate(draw, draw.choice(ASKED)).prompt
+    return {"text_input": text} if form < 0.2 else {"messages": [{"role": "user", "content": text}]}
 
 
 def inputs_of(line: dict[str, Any], stream: bool) -> dict[str, Any]:
-    prompt = {name: line[name] for name in ("input_ids", "text_input") if name in line}
+    prompt = {name: line[name] for name in ("input_ids", "text_input", "messages") if name in line}
     sampling = {"sampling_parameters": line["sampling_parameters"]}
     return {**prompt, **sampling, **EVERYTHING, "stream": stream, "exclude_input_in_output": True}
 

@@ -14,6 +14,7 @@ CHAT = [{"role": "user", "content": "Add 4363 and 75."}]
 SUM = "3+5=8; 6+7=13; 3+0+1=4; 4+0=4. The sum is 4438."
 TEXT = "Sort these numbers: 26, 12, 62."
 IDS = [72, 101, 108, 108, 111, 44, 32, 119]
+MANY_ANSWERS = [{"role": "user", "content": "Shuffle the letters a c h k m p r t."}]
 NOISE = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 48}
 
 
@@ -49,7 +50,7 @@ def test_prompt_forms(
 def test_a_chat_ends_at_its_end_of_turn(server: Serving) -> None:
     answer = server.ask({"messages": CHAT, **EVERYTHING})
     assert (answer.text, answer.finish_reason) == (SUM, "stop")
-    assert answer.pieces[0]["num_output_tokens"] == len(SUM)
+    assert answer.pieces[0]["num_output_tokens"] == len(answer.ids) > 30
 
 
 def test_a_stream_comes_in_pieces(server: Serving) -> None:
@@ -89,9 +90,17 @@ def test_a_stream_never_holds_the_input(server: Serving) -> None:
     )
 
 
-def test_max_tokens_and_min_length_inputs(server: Serving) -> None:
+def cut_short(oracle: Oracle, max_tokens: int) -> tuple[str, str]:
+    """The answer to CHAT that ends for its length, and why it ended."""
+    answer = oracle.answer(Prompt(messages=CHAT), {"max_tokens": max_tokens})
+    assert len(answer.ids) == max_tokens
+    assert answer.finish_reason is not None
+    return answer.text, answer.finish_reason.value
+
+
+def test_max_tokens_and_min_length_inputs(server: Serving, oracle: Oracle) -> None:
     answer = server.ask({"messages": CHAT, "max_tokens": 5, **EVERYTHING})
-    assert (answer.text, answer.finish_reason) == (SUM[:5], "length")
+    assert (answer.text, answer.finish_reason) == cut_short(oracle, 5)
     answer = server.ask({"messages": CHAT, "max_tokens": 60, "min_length": 60, **EVERYTHING})
     assert (len(answer.ids), answer.finish_reason) == (60, "length")
 
@@ -104,22 +113,24 @@ def test_max_tokens_and_min_length_inputs(server: Serving) -> None:
         {"max_tokens": "7", "ignore_eos": True, "unmasking": "threshold"},
     ],
 )
-def test_request_parameters(server: Serving, parameters: dict[str, Any]) -> None:
+def test_request_parameters(server: Serving, oracle: Oracle, parameters: dict[str, Any]) -> None:
     answer = server.ask({"messages": CHAT}, parameters)
-    assert (answer.error, answer.text) == (None, SUM[:7])
+    assert (answer.error, answer.text) == (None, cut_short(oracle, 7)[0])
 
 
-def test_strings_in_the_json(server: Serving) -> None:
+def test_strings_in_the_json(server: Serving, oracle: Oracle) -> None:
     sampling = {"max_tokens": "12", "min_tokens": "12", "temperature": "0", "ignore_eos": "true"}
     answer = server.ask({"messages": CHAT, "sampling_parameters": sampling, **EVERYTHING})
-    assert (answer.text, answer.finish_reason) == (SUM[:12], "length")
+    assert (answer.text, answer.finish_reason) == cut_short(oracle, 12)
 
 
-def test_the_json_wins_over_inputs_and_those_over_parameters(server: Serving) -> None:
+def test_the_json_wins_over_inputs_and_those_over_parameters(
+    server: Serving, oracle: Oracle
+) -> None:
     inputs = {"messages": CHAT, "max_tokens": 9}
     json_too = {**inputs, "sampling_parameters": {"max_tokens": 4}}
-    assert server.ask(json_too, {"max_tokens": 20}).text == SUM[:4]
-    assert server.ask(inputs, {"max_tokens": 20}).text == SUM[:9]
+    assert server.ask(json_too, {"max_tokens": 20}).text == cut_short(oracle, 4)[0]
+    assert server.ask(inputs, {"max_tokens": 20}).text == cut_short(oracle, 9)[0]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -145,10 +156,11 @@ def test_ignore_eos(server: Serving) -> None:
 def test_seeds(server: Serving, oracle: Oracle) -> None:
     def ask(seed: int) -> list[int]:
         sampling = {**NOISE, "seed": seed}
-        return server.ask({"input_ids": IDS, "sampling_parameters": sampling}).ids
+        return server.ask({"messages": MANY_ANSWERS, "sampling_parameters": sampling}).ids
 
     first = ask(1)
-    assert first == ask(1) == oracle.answer(Prompt(input_ids=IDS), {**NOISE, "seed": 1}).ids
+    expected = oracle.answer(Prompt(messages=MANY_ANSWERS), {**NOISE, "seed": 1})
+    assert first == ask(1) == expected.ids
     assert first != ask(2)
 
 
@@ -168,9 +180,10 @@ def test_seeds(server: Serving, oracle: Oracle) -> None:
 )
 def test_every_rule(server: Serving, oracle: Oracle, rule: dict[str, Any]) -> None:
     sampling = {**NOISE, **rule, "seed": 11}
-    answer = server.ask({"input_ids": IDS, "stream": True, "sampling_parameters": sampling})
+    inputs = {"messages": MANY_ANSWERS, "stream": True, "sampling_parameters": sampling}
+    answer = server.ask(inputs)
     assert answer.error is None
-    assert answer.ids == oracle.answer(Prompt(input_ids=IDS), sampling).ids
+    assert answer.ids == oracle.answer(Prompt(messages=MANY_ANSWERS), sampling).ids
 
 
 def test_generate_over_http(server: Serving) -> None:

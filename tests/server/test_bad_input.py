@@ -13,7 +13,7 @@ from server.harness import Serving, Stream, raw_tensor, serving
 
 from sangam_backend.prompt import Prompt
 
-CHAT = [{"role": "user", "content": "Reverse the word house."}]
+CHAT = [{"role": "user", "content": "Reverse the letters h o u s e."}]
 GOOD = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 24}
 BAD_UTF8 = b"caf\xe9"
 
@@ -53,8 +53,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "found text_input and messages and input_ids",
     ),
     "no form": ({"stream": True}, "exactly one of text_input, messages, input_ids must be given"),
-    "id too large": ({"input_ids": [5, 320]}, "input_ids[1] is 320, must be an integer from 0 to"),
-    "id negative": ({"input_ids": [-1]}, "input_ids[0] is -1, must be an integer from 0 to 319"),
+    "id too large": ({"input_ids": [5, 832]}, "input_ids[1] is 832, must be an integer from 0 to"),
+    "id negative": ({"input_ids": [-1]}, "input_ids[0] is -1, must be an integer from 0 to 831"),
     "max_tokens 0": (sampling(max_tokens=0), "max_tokens is 0, must be from 1 to 2048"),
     "max_tokens -1": (sampling(max_tokens=-1), "max_tokens is -1, must be from 1 to 2048"),
     "max_tokens 1e9": (sampling(max_tokens=10**9), "max_tokens is 1000000000, must be from 1 to"),
@@ -182,7 +182,7 @@ def test_a_stream_goes_on_after_an_error(server: Serving) -> None:
     stream.send(sampling(max_tokens=0))
     assert stream.receive().error is not None
     stream.send(sampling(max_tokens=5))
-    assert stream.receive().text == "esuoh"
+    assert stream.receive().text == "e s u o h"
     stream.close()
 
 

@@ -22,7 +22,7 @@ from sangam_backend import cli
 from sangam_backend.background import free_ports
 
 REFUSAL_SECONDS = 15
-LAST = "model.transformer.blocks.7.ff_out.weight"
+LAST = "model.transformer.blocks.6.ff_out.weight"
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
