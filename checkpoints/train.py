@@ -32,6 +32,8 @@ WEIGHT_DECAY = 0.05
 EMA_DECAY = 0.998
 EOS_WEIGHT = 0.05
 LATER_BLOCK_WEIGHT = 0.1
+EASY_LENGTH, EASY_SHARE = 160, 0.25
+"""Chats are this short for the first share of the training: retrieval is learned on short ones."""
 COMMITS = (1, 4)
 """Tokens a forward in the evaluation."""
 LOG_STEPS = 500
@@ -133,10 +135,13 @@ def learning_rate(step: int, fraction: float) -> float:
 
 
 class Trainer:
-    def __init__(self, model: Model, family: Family, rows: Rows, seed: int) -> None:
+    def __init__(self, model: Model, family: Family, easy: Rows, rows: Rows, seed: int) -> None:
         self.model, self.family = model, family
         self.device = model.cos.device
-        self.rows = Row(*(torch.from_numpy(column).to(self.device) for column in rows))
+        self.easy, self.rows = (
+            Row(*(torch.from_numpy(column).to(self.device) for column in columns))
+            for columns in (easy, rows)
+        )
         self.row = Row(*(column[0].clone() for column in self.rows))
         self.rate = torch.zeros((), device=self.device)
         self.loss_of = make_loss(model, self.device)
@@ -150,8 +155,9 @@ class Trainer:
         run = as_graph(self._step) if self.device.type == "cuda" else self._step
         clock, step, total = Clock(seconds, steps), 0, 0.0
         while (fraction := clock.fraction(step)) < 1:
-            picked = self._rng.randrange(len(self.rows.tokens))
-            for here, column in zip(self.row, self.rows):
+            rows = self.easy if fraction < EASY_SHARE else self.rows
+            picked = self._rng.randrange(len(rows.tokens))
+            for here, column in zip(self.row, rows):
                 here.copy_(column[picked])
             self.rate.fill_(learning_rate(step, fraction))
             run()
@@ -228,14 +234,16 @@ def start_log(path: Path | None) -> None:
 def main() -> None:
     args = parse_args()
     start_log(args.log)
-    rows = make_rows(args.family, args.seed, args.items, args.tokens_per_step)
-    log.info("%.1f M tokens of data", rows.tokens.size / 1e6)
+    size = args.tokens_per_step
+    easy = make_rows(args.family, f"{args.seed} easy", args.items // 4, size, EASY_LENGTH)
+    rows = make_rows(args.family, f"{args.seed}", args.items, size)
+    log.info("%.1f M tokens of data", (easy.tokens.size + rows.tokens.size) / 1e6)
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     family = FAMILIES[args.family]
     model = Model(family).to(device)
     log.info("%.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
-    trainer = Trainer(model, family, rows, args.seed)
+    trainer = Trainer(model, family, easy, rows, args.seed)
     trainer.train(args.seconds, args.steps)
     trainer.finish()
     write(args.family, args.out)

@@ -10,7 +10,7 @@ from random import Random
 from typing import NamedTuple
 
 import numpy as np
-from make_tiny import FAMILIES, Family, build_tokenizer, vocabulary
+from make_tiny import CONTEXT, FAMILIES, Family, build_tokenizer, vocabulary
 from numpy.typing import NDArray
 from tasks import TASKS, Item, generate
 from tokenizers import Tokenizer
@@ -86,13 +86,14 @@ class Encoder:
 encoder = cache(Encoder)
 
 
-def make_rows(family: str, seed: int, count: int, size: int) -> Rows:
-    """About `count` chats in rows of `size` tokens; made on all cores."""
+def make_rows(family: str, seed: str, count: int, size: int, longest: int = CONTEXT) -> Rows:
+    """About `count` chats, without those of more than `longest` tokens, in rows of `size` tokens;
+    made on all cores."""
     # A tokenizer that has started threads cannot be used after a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     vocabulary()
     chunks = max(1, count // CHUNK)
-    work = partial(make_chunk, family, min(count, CHUNK), size)
+    work = partial(make_chunk, family, min(count, CHUNK), size, longest)
     seeds = [f"{seed} {chunk}" for chunk in range(chunks)]
     workers = min(WORKERS, len(os.sched_getaffinity(0)))
     with multiprocessing.get_context("fork").Pool(workers) as pool:
@@ -100,7 +101,7 @@ def make_rows(family: str, seed: int, count: int, size: int) -> Rows:
     return Rows(*(np.concatenate(column) for column in zip(*made)))
 
 
-def make_chunk(family: str, count: int, size: int, seed: str) -> Rows:
+def make_chunk(family: str, count: int, size: int, longest: int, seed: str) -> Rows:
     rng = Random(seed)
     shares = [SHARES.get(task, 1.0) for task in TASKS]
     items = [generate(rng, task) for task in rng.choices(list(TASKS), shares, k=count)]
@@ -109,7 +110,7 @@ def make_chunk(family: str, count: int, size: int, seed: str) -> Rows:
     canvases = [canvas_length(rng, len(answer)) for answer in answers]
     prompts = encode.prompts(items)
     lengths = [len(prompt) + canvas for prompt, canvas in zip(prompts, canvases)]
-    filled = list(fill_rows(lengths, size))
+    filled = list(fill_rows(lengths, size, longest))
     most = size // BLOCK
     rows = Rows(
         np.full((len(filled), size), encode.family.eos_id, np.int16),
@@ -137,11 +138,13 @@ def canvas_length(rng: Random, answer: int) -> int:
     return (needed + (rng.randint(0, spare) if rng.random() < 0.4 else 0)) * BLOCK
 
 
-def fill_rows(lengths: list[int], size: int) -> Iterator[list[int]]:
+def fill_rows(lengths: list[int], size: int, longest: int) -> Iterator[list[int]]:
     """Chats in order, as many to a row as fit; those left for an unfilled last row are dropped."""
     row: list[int] = []
     room = size
     for chat, length in enumerate(lengths):
+        if length > longest:
+            continue
         if length > room:
             yield row
             row, room = [], size
