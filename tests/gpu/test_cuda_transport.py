@@ -133,7 +133,7 @@ def test_what_cannot_be_opened(other: Other, transport: Transport) -> None:
 def test_a_gpu_that_is_not_visible(
     other: Other, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sangam_backend.transport._uuid", lambda index: "another")
+    monkeypatch.setattr("sangam_backend.transport.cuda_ipc._uuid", lambda index: "another")
     with pytest.raises(TransportError, match="is not visible here"):
         transport.pull(other.export([1]), [0])
 
