@@ -6,15 +6,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# Editable, because `sangam serve` reads model_repository/ beside the package.
-requirements=(-e .)
+requirements=(.)
 if [[ ${SANGAM_FLASHINFER:-1} != 0 ]]; then
   nvcc=${CUDA_HOME:-/usr/local/cuda}/bin/nvcc
   if [[ ! -x $nvcc ]]; then
     echo "install.sh: no $nvcc, with which FlashInfer compiles its kernels at the first start" >&2
     exit 1
   fi
-  requirements=(-e '.[cuda]')
+  requirements=('.[cuda]')
 fi
 
 [[ -e .venv ]] || python3 -m venv .venv

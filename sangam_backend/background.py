@@ -26,15 +26,20 @@ class BackgroundServer(NamedTuple):
     """Its `returncode` is set when the server has stopped."""
 
     def metrics(self) -> dict[str, float]:
-        """Each of our metrics by its name, the sum over all labels."""
-        with urlopen(self.metrics_url) as response:
-            lines = response.read().decode().splitlines()
-        sums: dict[str, float] = {}
-        for line in lines:
-            if line.startswith("sangam_"):
-                name, value = re.split("[{ ]", line)[0], line.split()[-1]
-                sums[name] = sums.get(name, 0.0) + float(value)
-        return sums
+        """See `read_metrics`."""
+        return read_metrics(self.metrics_url)
+
+
+def read_metrics(url: str, timeout: float = 10.0) -> dict[str, float]:
+    """Each of our metrics by its name, the sum over all labels. Raises OSError."""
+    with urlopen(url, timeout=timeout) as response:
+        lines = response.read().decode().splitlines()
+    sums: dict[str, float] = {}
+    for line in lines:
+        if line.startswith("sangam_"):
+            name, value = re.split("[{ ]", line)[0], line.split()[-1]
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
 
 
 @contextmanager

@@ -48,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
                        help="how long running requests may go on after SIGTERM")  # fmt: skip
     _add_engine_options(serve)
 
+    health = commands.add_parser("health", help="ask a server for a token; status 1 if it is ill")
+    health.set_defaults(run=_health)
+    health.add_argument("--url", default="127.0.0.1:8001", help="its gRPC endpoint")
+    health.add_argument("--metrics-url", default="http://127.0.0.1:8002/metrics")
+    health.add_argument("--deadline", type=float, default=5, metavar="SECONDS")
+
     generate = commands.add_parser("generate", help="run a file of requests without a server")
     generate.set_defaults(run=_generate)
     generate.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl")
@@ -130,6 +136,14 @@ def _serve(args: argparse.Namespace) -> int:
         startup_timeout=args.startup_timeout,
         grace=args.grace,
     )
+
+
+def _health(args: argparse.Namespace) -> int:
+    from sangam_backend.health import check
+
+    is_well, reason = check(args.url, args.metrics_url, args.deadline)
+    print(f"{'well' if is_well else 'ill'}: {reason}")
+    return 0 if is_well else 1
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,17 +32,21 @@ from sangam_backend.config import ConfigError, EngineConfig
 from sangam_backend.device import pick_device
 from sangam_backend.handover import meeting_path
 from sangam_backend.models import check_checkpoint
+from sangam_backend.watch import FROZEN_SECONDS, Watch
 
 MODEL_NAME = "sangam"
-REPOSITORY = Path(__file__).parent.parent / "model_repository"
+REPOSITORY = Path(__file__).parent / "model_repository"
 SHARED_MEMORY = Path("/dev/shm")
 RESTRICTED = "model-repository,shared-memory,logging,trace"
 GONE = "UNAVAILABLE"
-HELD_REQUESTS = re.compile(rb"(?m)^sangam_requests_(?:waiting|decoding|handed_over)\{.*\} (\S+)$")
+HELD_REQUESTS = re.compile(r"(?m)^sangam_requests_(?:waiting|decoding|handed_over)\{.*\} (\S+)$")
 CALL_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
 POLL_SECONDS = 0.1
 IDLE_POLLS = 3
+LOOK_SECONDS = 2.0
+MOST_RESTARTS = 5
+RESTART_WINDOW = 600.0
 
 
 class Endpoints(NamedTuple):
@@ -103,10 +108,10 @@ def serve(
         triton = find_triton(Path(work))
         repository = Path(work) / "models"
         write_repository(repository, deployment, dataclasses.replace(config, model=str(directory)))
-        server = Server(triton, repository, endpoints, grace)
+        server = Server(triton, repository, endpoints, startup_timeout, grace)
         with stop_signals(server), server:
-            if not server.wait_until_ready(startup_timeout):
-                return server.failed_start(startup_timeout)
+            if not server.wait_until_ready():
+                return server.failed_start()
             print(describe(endpoints), flush=True)
             return server.wait()
 
@@ -115,25 +120,35 @@ class Server:
     """A tritonserver in a process group of its own, whose stubs end with it."""
 
     def __init__(
-        self, triton: Triton, repository: Path, endpoints: Endpoints, grace: float
+        self,
+        triton: Triton,
+        repository: Path,
+        endpoints: Endpoints,
+        startup_timeout: float,
+        grace: float,
     ) -> None:
         self.triton = triton
         self.repository = repository
         self.endpoints = endpoints
+        self.startup_timeout = startup_timeout
         self.grace = grace
         self.stopping = False
         self._is_serving = False
+        self._restarts: list[float] = []
         self._key = secrets.token_hex(16)
         self.region = f"sangam_{os.getpid()}_{secrets.token_hex(4)}"
 
     def __enter__(self) -> Server:
+        self._start()
+        return self
+
+    def _start(self) -> None:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         self.process = subprocess.Popen(
             self._command(),
             env=os.environ | {"PATH": path, "LD_LIBRARY_PATH": self.triton.library_path},
             start_new_session=True,
         )
-        return self
 
     def __exit__(self, *_: object) -> None:
         deadline = time.monotonic() + self.grace
@@ -145,7 +160,10 @@ class Server:
             self.process.wait(LEAVE_SECONDS if drained else max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             if not drained:
-                print("sangam: the server outlasted its grace time and is killed", file=sys.stderr)
+                _say("the server outlasted its grace time and is killed")
+        self._kill()
+
+    def _kill(self) -> None:
         # The stubs and engines share the server's group; whatever is left of it holds memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -162,9 +180,7 @@ class Server:
 
         On a signal Triton 24.10 would start no further step of an ensemble.
         """
-        models = {path.parent.parent.name for path in self.repository.glob("*/*/model.py")}
-        for name in (MODEL_NAME, *(models - {MODEL_NAME})):
-            self._call(f"/v2/repository/models/{name}/unload")
+        models = self._unload()
         idle_polls = 0
         while self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -178,19 +194,30 @@ class Server:
                 return True
         return False
 
+    def _unload(self) -> list[str]:
+        """Unloads the models, and names those that have instances."""
+        models = [path.parent.parent.name for path in self.repository.glob("*/*/model.py")]
+        for name in dict.fromkeys([MODEL_NAME, *models]):
+            self._call(f"/v2/repository/models/{name}/unload")
+        return models
+
     def _is_idle(self) -> bool:
-        _, text = self._http(self.endpoints.metrics_port, "GET", "/metrics")
-        held = HELD_REQUESTS.findall(text)
+        held = HELD_REQUESTS.findall(self._metrics())
         return bool(held) and not any(map(float, held))
+
+    def _metrics(self) -> str:
+        return self._http(self.endpoints.metrics_port, "GET", "/metrics")[1].decode()
 
     def _call(self, path: str) -> bytes:
         """Posts to an administrative endpoint."""
         return self._http(self.endpoints.http_port, "POST", path)[1]
 
-    def _http(self, port: int, method: str, path: str) -> tuple[int, bytes]:
+    def _http(
+        self, port: int, method: str, path: str, timeout: float = CALL_SECONDS
+    ) -> tuple[int, bytes]:
         """Status and body; 0 when the server does not answer."""
         host, key = _reachable(self.endpoints.host), {"sangam-admin-key": self._key}
-        connection = http.client.HTTPConnection(host, port, timeout=CALL_SECONDS)
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
         with contextlib.closing(connection):
             try:
                 connection.request(method, path, "{}" if method == "POST" else None, key)
@@ -199,8 +226,8 @@ class Server:
             except (OSError, http.client.HTTPException):
                 return 0, b""
 
-    def wait_until_ready(self, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout
+    def wait_until_ready(self) -> bool:
+        deadline = time.monotonic() + self.startup_timeout
         while time.monotonic() < deadline and self.process.poll() is None and not self.stopping:
             if self._is_ready():
                 self._is_serving = True
@@ -211,27 +238,75 @@ class Server:
     def _is_ready(self) -> bool:
         return self._http(self.endpoints.http_port, "GET", "/v2/health/ready")[0] == 200
 
-    def failed_start(self, timeout: float) -> int:
+    def failed_start(self) -> int:
         if self.stopping:
             return 0
         status = self.process.poll()
         if status is None:
-            print(f"sangam: the server was not ready after {timeout:g} s", file=sys.stderr)
+            _say(f"the server was not ready after {self.startup_timeout:g} s")
         else:
-            print(
-                f"sangam: the server ended with status {status} while it started, see its log",
-                file=sys.stderr,
-            )
+            _say(f"the server ended with status {status} while it started, see its log")
         return 1
 
     def wait(self) -> int:
-        """Waits for a signal or the server's own end."""
+        """Waits for a signal; mends the server whenever something of it dies or freezes."""
+        watch = Watch(self.process.pid, self._metrics)
+        next_look = 0.0
         while not self.stopping:
+            time.sleep(POLL_SECONDS)
+            fault = None
             if (status := self.process.poll()) is not None:
-                print(f"sangam: the server ended by itself with status {status}", file=sys.stderr)
-                return 1
-            time.sleep(0.1)
-        return 0
+                fault = f"the server ended by itself with status {status}"
+            elif watch.has_lost_a_stub():
+                fault = "a stub process has died"
+                if self._is_idle() and self._reload(fault):
+                    watch = Watch(self.process.pid, self._metrics)
+                    continue
+            elif time.monotonic() > next_look:
+                next_look = time.monotonic() + LOOK_SECONDS
+                if silent := watch.silence():
+                    fault = f"no sign of {silent} for {FROZEN_SECONDS:g} s"
+            if fault is not None:
+                if not self._restart(fault):
+                    break
+                watch = Watch(self.process.pid, self._metrics)
+        return 0 if self.stopping else 1
+
+    def _reload(self, fault: str) -> bool:
+        """Gives the models new stubs; Triton keeps the requests of the old ones for ever."""
+        _say(f"{fault}; the models are loaded again")
+        self._unload()
+        # With an ensemble come the models that it is made of.
+        path, port = f"/v2/repository/models/{MODEL_NAME}/load", self.endpoints.http_port
+        answers: list[int] = []
+
+        def load() -> None:
+            answers.append(self._http(port, "POST", path, self.startup_timeout)[0])
+
+        loading = threading.Thread(target=load, daemon=True)
+        loading.start()
+        while loading.is_alive() and not self.stopping:
+            time.sleep(POLL_SECONDS)
+        return answers == [200]
+
+    def _restart(self, fault: str) -> bool:
+        """Starts a new server, until one becomes ready."""
+        while not self.stopping:
+            now = time.monotonic()
+            self._restarts = [when for when in self._restarts if now - when < RESTART_WINDOW]
+            if len(self._restarts) == MOST_RESTARTS:
+                _say(f"{fault}; that is given up after {MOST_RESTARTS} restarts")
+                return False
+            back_off = 2.0 ** len(self._restarts) - 1
+            _say(f"{fault}; it is started again in {back_off:g} s")
+            self._kill()
+            time.sleep(back_off)
+            self._restarts.append(now)
+            self._start()
+            if self.wait_until_ready():
+                return True
+            fault = "the server did not become ready"
+        return False
 
     def _command(self) -> list[str]:
         host, http_port, grpc_port, metrics_port = self.endpoints
@@ -376,6 +451,10 @@ def check_ports(endpoints: Endpoints) -> None:
                 raise ConfigError(
                     f"{name} {port}: cannot listen on {endpoints.host}: {error}"
                 ) from None
+
+
+def _say(text: str) -> None:
+    print(f"sangam: {text}", file=sys.stderr, flush=True)
 
 
 def describe(endpoints: Endpoints) -> str:

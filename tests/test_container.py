@@ -98,12 +98,19 @@ def test_the_entry_point_is_sangam_serve() -> None:
 
 
 def test_health_checks_ask_where_the_server_listens() -> None:
-    url = f"http://localhost:{DEFAULTS.http_port}{READY}"
-    check = COMPOSE["services"]["sangam"]["healthcheck"]["test"]
-    assert check[0] == "CMD"
-    assert check[-1] == url
     (probe,) = re.findall(r"^ +CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
-    assert json.loads(probe) == check[1:]
+    liveness = container()["livenessProbe"]
+    healthcheck = COMPOSE["services"]["sangam"]["healthcheck"]
+    program, *arguments = json.loads(probe)
+    assert program == "sangam"
+    assert healthcheck["test"] == ["CMD", program, *arguments]
+    assert liveness["exec"]["command"] == [program, *arguments]
+    asked = cli._parser().parse_args(arguments)
+    assert asked.url.endswith(f":{DEFAULTS.grpc_port}")
+    assert f":{DEFAULTS.metrics_port}/" in asked.metrics_url
+    # It asks for metrics before and after.
+    for patience in (seconds(healthcheck["timeout"]), liveness["timeoutSeconds"]):
+        assert patience > 2 * asked.deadline
 
 
 def test_compose() -> None:
@@ -155,10 +162,9 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
 def test_kubernetes_probes() -> None:
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
     assert list(ports.values()) == PORTS
-    paths = {"startupProbe": READY, "readinessProbe": READY, "livenessProbe": "/v2/health/live"}
-    for name, path in paths.items():
+    for name in ("startupProbe", "readinessProbe"):
         get = container()[name]["httpGet"]
-        assert (get["path"], ports[get["port"]]) == (path, DEFAULTS.http_port), name
+        assert (get["path"], ports[get["port"]]) == (READY, DEFAULTS.http_port), name
     startup = container()["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] > DEFAULTS.startup_timeout
     service = {

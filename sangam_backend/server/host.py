@@ -38,6 +38,7 @@ from sangam_backend.server.wire import build_response, read_handover, read_reque
 
 POLL_SECONDS = 0.02
 WATCH_SECONDS = 0.5
+BEAT_SECONDS = 1.0
 FROZEN_SECONDS = 20.0
 """An engine process that gives no sign for so long is killed; it gives one every second."""
 CLOSE_SECONDS = 40.0
@@ -266,9 +267,13 @@ class Host:
             return [self._visitors.pop(id) for id in ids]
 
     def _poll(self) -> None:
-        """Looks for clients that have left."""
+        """Looks for clients that have left, and gives a sign of life."""
+        next_beat = 0.0
         while self._run_thread.is_alive():
             time.sleep(POLL_SECONDS)
+            if (now := time.monotonic()) > next_beat:
+                next_beat = now + BEAT_SECONDS
+                self._metrics.beat()
             self._kill_a_frozen_engine()
             with self._changed:
                 visitors = list(self._visitors.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,17 +11,23 @@ import triton_python_backend_utils as pb_utils
 
 from sangam_backend.server.readings import COUNTERS, GAUGES, Series
 
+UPTIME = Series("sangam_uptime_seconds")
+OWN_GAUGES = {UPTIME.name: "Since the instance has been loaded, written every second"}
+ENGINE_GAUGES = {name: text for name, (text, _) in GAUGES.items()}
+
 
 class Metrics:
-    """Written from one thread."""
+    """May be written from several threads."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
         # The families must outlive their metrics, or Triton drops both.
         self._families = {
             name: pb_utils.MetricFamily(name=name, description=text, kind=kind)
             for kind, table in (
-                (pb_utils.MetricFamily.GAUGE, {name: text for name, (text, _) in GAUGES.items()}),
+                (pb_utils.MetricFamily.GAUGE, OWN_GAUGES | ENGINE_GAUGES),
                 (pb_utils.MetricFamily.COUNTER, COUNTERS),
             )
             for name, text in table.items()
@@ -29,20 +37,27 @@ class Metrics:
         """By the engine process of the moment, which counts from 0."""
 
     def write(self, values: Mapping[Series, float]) -> None:
-        for series, value in values.items():
-            metric = self._metric(series)
-            if series.name in GAUGES:
-                metric.set(value)
-            else:
-                metric.increment(value - self._counted.get(series, 0.0))
-                self._counted[series] = value
+        with self._lock:
+            for series, value in values.items():
+                metric = self._metric(series)
+                if series.name in GAUGES:
+                    metric.set(value)
+                else:
+                    metric.increment(value - self._counted.get(series, 0.0))
+                    self._counted[series] = value
+
+    def beat(self) -> None:
+        """The sign of life that the launcher looks for."""
+        with self._lock:
+            self._metric(UPTIME).set(time.monotonic() - self._started)
 
     def restart(self) -> None:
         """The engine process has ended."""
-        self._counted.clear()
-        for series, metric in self._metrics.items():
-            if series.name in GAUGES:
-                metric.set(0.0)
+        with self._lock:
+            self._counted.clear()
+            for series, metric in self._metrics.items():
+                if series.name in GAUGES:
+                    metric.set(0.0)
 
     def close(self) -> None:
         """Drops what Triton must free before its shared memory is gone."""

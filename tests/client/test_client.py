@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shutil.copytree(Path(__file__).parent / "echo_model", root / "models" / "sangam")
     http_port, grpc_port, metrics_port = free_ports(3)
     endpoints = Endpoints("127.0.0.1", http_port, grpc_port, metrics_port)
-    with TritonServer(find_triton(root), root / "models", endpoints, grace=5) as triton:
+    with TritonServer(find_triton(root), root / "models", endpoints, 60, grace=5) as triton:
         server = Server(f"localhost:{grpc_port}", root / "models")
         with Client(server.url) as client:
             wait_for(client.is_ready, 60)

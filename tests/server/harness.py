@@ -241,14 +241,6 @@ def run_sangam(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
-def is_running(pid: int) -> bool:
-    """False for a zombie too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_for(
     condition: Callable[[], bool], seconds: float, process: subprocess.Popen[bytes] | None = None
 ) -> float:

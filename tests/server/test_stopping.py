@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import shutil
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,12 @@ from server.harness import (
     Answer,
     Serving,
     Stream,
-    is_running,
     launched,
     serving,
     wait_for,
 )
 
+from sangam_backend import launcher, watch
 from sangam_backend.background import children, free_ports
 from sangam_backend.config import EngineConfig
 from sangam_backend.launcher import (
@@ -35,6 +37,7 @@ from sangam_backend.launcher import (
     write_repository,
 )
 from sangam_backend.prompt import Prompt
+from sangam_backend.watch import is_running
 
 IDS = [72, 101, 108, 108, 111]
 LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 128}
@@ -101,14 +104,10 @@ def test_an_idle_stream_does_not_hold_the_exit_up(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_all_processes_even_after_a_dead_stub(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", "--grace", "5") as server:
-        with ends_within(server, 10):
-            _, (stub,) = server.tree()
-            os.kill(stub, signal.SIGKILL)
-            answer = server.ask({"input_ids": IDS})
-            server.process.send_signal(signal.SIGINT)
-        assert answer.error is not None
-        assert "is not healthy" in answer.error
+    with serving(tmp_path / "log", "--grace", "5") as server, ends_within(server, 10):
+        _, (stub,) = server.tree()
+        os.kill(stub, signal.SIGKILL)
+        server.process.send_signal(signal.SIGINT)
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -129,7 +128,7 @@ def test_sigterm_while_the_server_starts(tmp_path: Path) -> None:
         assert "Sangam is ready" not in server.log.read_text()
 
 
-def test_a_stub_follows_its_killed_server(tmp_path: Path) -> None:
+def test_a_stub_follows_its_killed_server_and_another_is_started(tmp_path: Path) -> None:
     with serving(tmp_path / "log") as server:
         triton, (stub,) = server.tree()
         (engine,) = server.engines()
@@ -138,24 +137,96 @@ def test_a_stub_follows_its_killed_server(tmp_path: Path) -> None:
         os.kill(triton, signal.SIGKILL)
         wait_for(lambda: not (is_running(stub) or is_running(engine)), 2)
         server.process.send_signal(signal.SIGCONT)
-        server.process.wait(10)
-        assert server.process.returncode == 1
-        assert "sangam: the server ended by itself with status -9" in server.log.read_text()
-        assert server.regions() == []
+        wait_until_answering(server)
+        assert (
+            "sangam: the server ended by itself with status -9; it is started again in 0 s"
+            in server.log.read_text()
+        )
+
+
+def wait_until_answering(server: Serving) -> None:
+    def answers() -> bool:
+        try:
+            return server.generate({"text_input": "a", "max_tokens": 4})[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    wait_for(answers, START_SECONDS)
+
+
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+def test_an_idle_server_whose_stub_dies_loads_its_models_again(tmp_path: Path, mode: str) -> None:
+    with serving(tmp_path / "log", f"--mode={mode}") as server:
+        triton, stubs = server.tree()
+        os.kill(stubs[0], signal.SIGKILL)
+        wait_for(lambda: not set(stubs) & set(children(triton)), 20)
+        wait_until_answering(server)
+        assert server.tree()[0] == triton
+        assert "a stub process has died; the models are loaded again" in server.log.read_text()
+
+
+def test_requests_of_a_dead_stub_end_with_its_server(tmp_path: Path) -> None:
+    """Triton would keep them for ever."""
+    with serving(tmp_path / "log") as server:
+        triton, (stub,) = server.tree()
+        stream = start_long_stream(server)
+        os.kill(stub, signal.SIGKILL)
+        started = time.monotonic()
+        assert stream.receive().error is not None
+        assert time.monotonic() - started < 5
+        stream.close()
+        wait_until_answering(server)
+        assert server.tree()[0] != triton
+        assert "a stub process has died; it is started again in 0 s" in server.log.read_text()
 
 
 @pytest.fixture
-def failing_server(tmp_path: Path) -> Server:
+def own_server(tmp_path: Path) -> Server:
+    """One without the command."""
     config = EngineConfig(model=str(TINY), device="cpu")
     write_repository(tmp_path / "models", Deployment("colocated", {"sangam": Pool()}), config)
-    shutil.copytree(FAILING_MODEL, tmp_path / "models/sangam/1", dirs_exist_ok=True)
     endpoints = Endpoints("127.0.0.1", *free_ports(3))
-    return Server(find_triton(tmp_path), tmp_path / "models", endpoints, grace=5)
+    return Server(find_triton(tmp_path), tmp_path / "models", endpoints, START_SECONDS, grace=5)
 
 
-def test_a_dead_engine_answers_everybody_and_is_started_again(failing_server: Server) -> None:
-    with failing_server as server:
-        assert server.wait_until_ready(START_SECONDS)
+@contextlib.contextmanager
+def watched(server: Server) -> Iterator[Future[int]]:
+    """The exit status, with the command's loop in a thread."""
+    with server, ThreadPoolExecutor(1) as pool:
+        assert server.wait_until_ready()
+        yield pool.submit(server.wait)
+        server.stopping = True
+
+
+def test_a_frozen_stub(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FROZEN_SECONDS", 4.0)
+    with watched(own_server) as status:
+        first = own_server.process.pid
+        (stub,) = children(first)
+        time.sleep(6)
+        assert own_server.process.pid == first
+        os.kill(stub, signal.SIGSTOP)
+        wait_for(lambda: own_server.process.pid != first, 10)
+        wait_for(own_server.wait_until_ready, START_SECONDS)
+        stream = Stream(f"127.0.0.1:{own_server.endpoints.grpc_port}")
+        stream.send({"input_ids": IDS, "max_tokens": 4})
+        assert stream.receive().error is None
+        stream.close()
+        assert not status.done()
+
+
+def test_restarts_are_given_up(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "MOST_RESTARTS", 2)
+    with watched(own_server) as status:
+        shutil.rmtree(own_server.repository)
+        os.kill(own_server.process.pid, signal.SIGKILL)
+        assert status.result(30) == 1
+
+
+def test_a_dead_engine_answers_everybody_and_is_started_again(own_server: Server) -> None:
+    shutil.copytree(FAILING_MODEL, own_server.repository / "sangam/1", dirs_exist_ok=True)
+    with own_server as server:
+        assert server.wait_until_ready()
         (stub,) = children(server.process.pid)
         (engine,) = children(stub)
         stream = Stream(f"127.0.0.1:{server.endpoints.grpc_port}")
