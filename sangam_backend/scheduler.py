@@ -53,6 +53,8 @@ class Scheduler:
         self.pages = pages
         self.deficit = 0
         self.waiting: list[Request] = []
+        self.waiting_tokens = 0
+        """Prefill tokens in that queue."""
         self.decoding: list[Request] = []
         self.ending: list[Request] = []
         """Requests whose last forward is planned, its result not yet known."""
@@ -82,17 +84,13 @@ class Scheduler:
     def num_requests(self) -> int:
         return sum(map(len, self._queues))
 
-    @property
-    def waiting_tokens(self) -> int:
-        """Prefill tokens in the queue."""
-        return sum(request.sequence_length for request in self.waiting)
-
     def add(self, request: Request) -> None:
         """Queues a new request, or an old one for its next block."""
         if request.prefilled is not None:
             bisect.insort(self.arriving, request, key=lambda request: request.arrival)
         else:
             bisect.insort(self.waiting, request, key=self._order)
+            self.waiting_tokens += request.sequence_length
 
     def overflows(self) -> bool:
         """Whether so many prefills wait that another instance should run the next one."""
@@ -132,6 +130,8 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forgets a request, in whatever state, and returns its slot and pages."""
+        if request in self.waiting:
+            self.waiting_tokens -= request.sequence_length
         for queue in self._queues:
             if request in queue:
                 queue.remove(request)
@@ -205,6 +205,7 @@ class Scheduler:
                 admitted.append(request)
             prefills.append(request)
             spent += cost
+        self.waiting_tokens -= spent
         for request in prefills:
             self.waiting.remove(request)
             (self.handed_over if self._hands_over else self.decoding).append(request)

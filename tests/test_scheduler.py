@@ -229,6 +229,7 @@ def test_every_request_ends_and_all_pages_come_back(
             break
         scheduler.pages.check()
         assert 0 <= scheduler.deficit <= scheduler.max_deficit
+        assert scheduler.waiting_tokens == sum(r.sequence_length for r in scheduler.waiting)
         assert len({row.slot for row in plan.rows}) == len(plan.rows) <= batch
         run(scheduler, plan, commit)
     assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
