@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from server.harness import TINY, Serving, serving
+from server.harness import CHAT, GOOD, TINY, Serving, serving
 from server.jobs import REQUESTS, generated, make_line
 
 from sangam_backend.config import EngineConfig
@@ -37,6 +37,11 @@ class Oracle:
 @pytest.fixture(scope="session")
 def oracle() -> Oracle:
     return Oracle()
+
+
+@pytest.fixture(scope="session")
+def good_ids(oracle: Oracle) -> list[int]:
+    return oracle.answer(Prompt(messages=CHAT), GOOD).ids
 
 
 @pytest.fixture(scope="session")

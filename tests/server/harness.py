@@ -45,6 +45,9 @@ EVERYTHING = {
     "return_num_output_tokens": True,
 }
 
+CHAT = [{"role": "user", "content": "Reverse the letters h o u s e."}]
+GOOD = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 24}
+
 
 @dataclass
 class Answer:

@@ -8,13 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server.conftest import Oracle
-from server.harness import Serving, Stream, raw_tensor, serving
+from server.harness import CHAT, GOOD, Serving, Stream, raw_tensor, serving
 
-from sangam_backend.prompt import Prompt
-
-CHAT = [{"role": "user", "content": "Reverse the letters h o u s e."}]
-GOOD = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 24}
 BAD_UTF8 = b"caf\xe9"
 
 
@@ -24,11 +19,6 @@ def sampling(**values: Any) -> dict[str, Any]:
 
 def ints(values: Any) -> Any:
     return raw_tensor("input_ids", "INT32", np.array(values, dtype=np.int32))
-
-
-@pytest.fixture(scope="session")
-def good_ids(oracle: Oracle) -> list[int]:
-    return oracle.answer(Prompt(messages=CHAT), GOOD).ids
 
 
 @pytest.fixture
