@@ -46,6 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--startup-timeout", type=float, default=600, metavar="SECONDS")
     serve.add_argument("--grace", type=float, default=30, metavar="SECONDS",
                        help="how long running requests may go on after SIGTERM")  # fmt: skip
+    serve.add_argument("--max-queue-tokens", type=int, default=argparse.SUPPRESS, metavar="N",
+                       help="prefill tokens that wait in it; more are refused")  # fmt: skip
+    serve.add_argument("--max-request-time", type=float, default=argparse.SUPPRESS, metavar="S",
+                       help="the longest time of a request, and the default")  # fmt: skip
     _add_engine_options(serve)
 
     health = commands.add_parser("health", help="ask a server for a token; status 1 if it is ill")
@@ -77,6 +81,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "max_tokens_per_iteration",
         "queue_order",
         "max_sequence_length",
+        "max_prompt_tokens",
+        "max_output_tokens",
         "kv_cache_tokens",
         "memory_utilization",
         "attention",

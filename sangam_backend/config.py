@@ -50,6 +50,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
+MAX_REQUEST_TIME = 3600.0
 MAX_BLOCK_LENGTH = 128
 """The kernel that ranks a block's positions compares all pairs of them."""
 
@@ -86,6 +87,10 @@ class EngineConfig:
     queue_order: QueueOrder = "arrival"
     max_sequence_length: int = 0
     """Longest prompt plus canvas; 0 is the model's own limit."""
+    max_prompt_tokens: int = 0
+    """Longest prompt; 0 is what max_sequence_length allows."""
+    max_output_tokens: int = 0
+    """Largest max_tokens; 0 is what max_sequence_length allows."""
     kv_cache_tokens: int = 0
     """Positions of the KV pool; 0 sizes it from the free memory."""
     memory_utilization: float = 0.9
@@ -104,6 +109,11 @@ class EngineConfig:
     prefill_overflow_tokens: int = 0
     """Waiting prefill tokens beyond which a prefill instance leaves a block's prefill to the decode
     instance (hybrid serving); 0 never does."""
+    max_queue_tokens: int = 0
+    """Prefill tokens that may wait in an instance; a new request beyond them is refused. 0 sets no
+    limit but that of the backlog."""
+    max_request_time: float = MAX_REQUEST_TIME
+    """Seconds from when an instance reads a request; its own timeout can only shorten it."""
     backlog: int = 0
     """Requests an instance holds before it leaves more to the others; 0 is max_batch_size."""
 
@@ -113,9 +123,13 @@ class EngineConfig:
             ("max_batch_size", 1, 4096),
             ("max_tokens_per_iteration", 1, 1 << 20),
             ("max_sequence_length", 0, 1 << 20),
+            ("max_prompt_tokens", 0, 1 << 20),
+            ("max_output_tokens", 0, 1 << 20),
+            ("max_queue_tokens", 0, 1 << 40),
             ("kv_cache_tokens", 0, 1 << 40),
             ("memory_utilization", 0.01, 1.0),
             ("prefill_overflow_tokens", 0, 1 << 40),
+            ("max_request_time", 0.001, 1e9),
             ("backlog", 0, 1 << 20),
         ):
             value = getattr(self, name)

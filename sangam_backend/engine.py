@@ -121,7 +121,7 @@ class Engine:
         self._wake = threading.Event()
 
     def submit(self, request: Request) -> None:
-        self._post(lambda: self._queue(request))
+        self._post(lambda: self._enter(request))
 
     def cancel(self, request: Request, error: RequestError | None = None) -> None:
         """Ends a request before the next iteration; one that has ended already is left alone."""
@@ -217,6 +217,20 @@ class Engine:
         while self._inbox:
             emissions += self._inbox.popleft()()
         return emissions
+
+    def _enter(self, request: Request) -> list[Emission]:
+        """Queues a new request, unless too much waits; blocks given to a decode role must go on."""
+        limit, waiting = self.config.max_queue_tokens, self.scheduler.waiting_tokens
+        is_full = limit and waiting and waiting + request.sequence_length > limit
+        if not is_full or self.config.role == "decode" or request.finish_reason is not None:
+            return self._queue(request)
+        request.finish_reason = FinishReason.ERROR
+        error = RequestError(
+            ErrorCode.UNAVAILABLE,
+            f"{waiting} tokens wait, {request.sequence_length} more exceed the limit of {limit} "
+            "(max_queue_tokens)",
+        )
+        return [Emission(request, Output("", [], request.finish_reason, error, done=True))]
 
     def _queue(self, request: Request) -> list[Emission]:
         if request.finish_reason is not None:

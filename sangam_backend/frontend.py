@@ -16,6 +16,8 @@ from sangam_backend.prompt import Prompt
 from sangam_backend.request import Request, SamplingParams
 from sangam_backend.text import TextStream, Tokenizer
 
+MAX_CHARACTERS_PER_TOKEN = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
@@ -60,6 +62,7 @@ class Frontend:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any form, at least one of them."""
         if prompt.input_ids is not None:
+            self._check_length(prompt.input_ids)
             ids = _check_ids(prompt.input_ids, self.model.vocab_size)
         elif self.tokenizer is None:
             raise invalid("this checkpoint has no tokenizer, so the prompt must be input_ids")
@@ -69,9 +72,20 @@ class Frontend:
             ids = self._encode_chat(self.tokenizer, prompt.messages or [])
         if not ids:
             raise invalid("the prompt is empty, at least one token is needed")
+        self._check_length(ids)
         return ids
 
+    def _check_length(self, ids: list[int]) -> None:
+        if len(ids) > (limit := self.limits.max_prompt_tokens):
+            raise invalid(f"the prompt is {len(ids)} tokens long, the limit is {limit} tokens")
+
+    def _check_characters(self, name: str, count: int) -> None:
+        """Spares the tokenizer what is far too long in any case."""
+        if count > (limit := MAX_CHARACTERS_PER_TOKEN * self.limits.max_prompt_tokens):
+            raise invalid(f"{name} is {count} characters long, the limit is {limit} characters")
+
     def _encode_text(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        self._check_characters("text_input", len(text))
         try:
             return tokenizer.encode(text)
         except ValueError as error:
@@ -82,6 +96,8 @@ class Frontend:
             fields = message if isinstance(message, dict) else {}
             if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
                 raise invalid(f"messages[{index}] must be an object with strings role and content")
+        contents = sum(len(message["role"] + message["content"]) for message in messages)
+        self._check_characters("messages", contents)
         try:
             return tokenizer.encode_chat(messages) if messages else []
         except ValueError as error:
@@ -95,11 +111,14 @@ def open_frontend(model: Transformer, config: EngineConfig, pool_tokens: int) ->
     if tokenizer is not None:
         stops = model.config.stop_token_ids | tokenizer.stop_ids
         model.config = dataclasses.replace(model.config, stop_token_ids=stops)
+    max_sequence_length = min(model.config.max_sequence_length, pool_tokens)
     limits = Limits(
         family=model.config.family,
         block_length=config.block_length,
         max_block_length=MAX_BLOCK_LENGTH,
-        max_sequence_length=min(model.config.max_sequence_length, pool_tokens),
+        max_sequence_length=max_sequence_length,
+        max_prompt_tokens=config.max_prompt_tokens or max_sequence_length,
+        max_output_tokens=config.max_output_tokens or max_sequence_length,
         has_tokenizer=tokenizer is not None,
     )
     return Frontend(model.config, tokenizer, limits)

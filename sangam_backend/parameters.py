@@ -18,6 +18,7 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STEPS_PER_TOKEN = 4
+MAX_MESSAGE_LENGTH = 480
 
 Json = TypeVar("Json", dict[str, Any], list[Any])
 
@@ -25,6 +26,10 @@ KNOWN = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
 def invalid(message: str) -> RequestError:
+    """A refusal; of a long message, which repeats what the client sent, the middle is left out."""
+    if len(message) > MAX_MESSAGE_LENGTH:
+        half = MAX_MESSAGE_LENGTH // 2
+        message = f"{message[:half]} … {message[-half:]}"
     return RequestError(ErrorCode.INVALID_ARG, message)
 
 
@@ -37,6 +42,8 @@ class Limits:
     max_block_length: int
     max_sequence_length: int
     """Longest prompt plus canvas, by the model and by the KV pool."""
+    max_prompt_tokens: int
+    max_output_tokens: int
     has_tokenizer: bool
 
 
@@ -78,7 +85,8 @@ def parse_sampling(
             raise invalid(f"unknown sampling parameter {key!r}, known are {', '.join(KNOWN)}")
     read = _Reader(values)
     block_length = read.integer("block_length", limits.block_length, 1, limits.max_block_length)
-    max_tokens = read.integer("max_tokens", 256, 1, limits.max_sequence_length)
+    default_tokens = min(256, limits.max_output_tokens)
+    max_tokens = read.integer("max_tokens", default_tokens, 1, limits.max_output_tokens)
     _check_length(len(prompt), max_tokens, block_length, limits)
     num_blocks = -(-max_tokens // block_length)
     least_steps = num_blocks * min_steps_per_block(limits.family, block_length)

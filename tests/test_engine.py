@@ -16,7 +16,7 @@ from sangam_backend.frontend import open_frontend
 from sangam_backend.models.transformer import Transformer
 from sangam_backend.prompt import Prompt
 from sangam_backend.reference import Predictor, ServingSampler, generate
-from sangam_backend.request import FinishReason, Output, Request, RequestError
+from sangam_backend.request import ErrorCode, FinishReason, Output, Request, RequestError
 from sangam_backend.runner import new_workspace
 
 Job = tuple[list[int], dict[str, Any]]
@@ -229,3 +229,24 @@ def test_open_frontend_limits() -> None:
 def test_cuda_without_flashinfer_is_a_clear_error() -> None:
     with pytest.raises(ConfigError, match=r"needs FlashInfer: pip install 'sangam\[cuda\]'"):
         new_workspace(EngineConfig(model=""), torch.device("cuda"))
+
+
+def test_more_waiting_tokens_than_allowed_are_refused() -> None:
+    """One that is too long by itself still runs when nothing else waits."""
+    engine = open_engine("llada_tiny", max_queue_tokens=100)
+    job = [1, 2, 3], {"max_tokens": 61}
+    requests = [new_request(engine, job) for _ in range(4)]
+    for request in requests:
+        engine.submit(request)
+    outputs = drain(engine)
+    reasons = [request.finish_reason is FinishReason.ERROR for request in requests]
+    assert reasons == [False, True, True, True]
+    error = outputs[requests[1]][-1].error
+    assert error is not None
+    assert error.code is ErrorCode.UNAVAILABLE
+    assert str(error) == "67 tokens wait, 67 more exceed the limit of 100 (max_queue_tokens)"
+    assert (engine.pages.num_used, engine.scheduler.waiting_tokens) == (0, 0)
+    again = new_request(engine, job)
+    engine.submit(again)
+    drain(engine)
+    assert again.finish_reason is not FinishReason.ERROR

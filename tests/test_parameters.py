@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,15 @@ from sangam_backend.request import ErrorCode, RequestError, SamplingParams
 from sangam_backend.rules import Confidence, Unmasking
 
 LLADA = Limits(
-    "llada", block_length=32, max_block_length=128, max_sequence_length=512, has_tokenizer=True
+    family="llada",
+    block_length=32,
+    max_block_length=128,
+    max_sequence_length=512,
+    max_prompt_tokens=512,
+    max_output_tokens=512,
+    has_tokenizer=True,
 )
-DREAM = Limits(
-    "dream", block_length=32, max_block_length=128, max_sequence_length=512, has_tokenizer=True
-)
+DREAM = replace(LLADA, family="dream")
 
 
 def parse(values: dict[str, Any], limits: Limits = LLADA) -> SamplingParams:
@@ -108,3 +113,18 @@ def test_prompt_forms() -> None:
         parse_messages("[")
     with pytest.raises(RequestError, match="messages must be a JSON list, not dict"):
         parse_messages("{}")
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(RequestError) as refused:
+        parse({"max_tokens": "9" * 4000})
+    assert len(str(refused.value)) < 500
+    assert str(refused.value).startswith("max_tokens is 999")
+    assert str(refused.value).endswith("999, must be from 1 to 512")
+
+
+def test_the_longest_output() -> None:
+    limits = replace(LLADA, max_output_tokens=64)
+    assert parse({}, limits).max_tokens == parse({"max_tokens": 64}, limits).max_tokens == 64
+    with pytest.raises(RequestError, match="max_tokens is 65, must be from 1 to 64"):
+        parse({"max_tokens": 65}, limits)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
+from sangam_backend.config import MAX_REQUEST_TIME
 from sangam_backend.request import ErrorCode, RequestError
 from sangam_backend.server.channel import (
     Cancel,
@@ -107,7 +108,8 @@ class Host:
         self._start = Start(args, os.getppid())
         parameters = json.loads(args["model_config"]).get("parameters", {})
         self._role = parameters.get("role", {}).get("string_value", "colocated")
-        self._read = read_handover if self._role == "decode" else read_request
+        longest = parameters.get("max_request_time", {}).get("string_value")
+        self._longest = float(longest or MAX_REQUEST_TIME)
         self._command = [_python(), *command]
         self._ids = itertools.count()
         self._visitors: dict[int, Visitor] = {}
@@ -135,6 +137,11 @@ class Host:
         except Exception as fault:
             pb_utils.Logger.log_error(traceback.format_exc())
             sender.refuse(RequestError(ErrorCode.INTERNAL, repr(fault)))
+
+    def _read(self, triton_request: Any) -> Any:
+        if self._role == "decode":
+            return read_handover(triton_request)
+        return read_request(triton_request, self._longest)
 
     def close(self) -> None:
         """Lets the engine process finish what runs, and ends it."""

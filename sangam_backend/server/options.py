@@ -48,7 +48,9 @@ class Incoming:
 
 
 def timed_out() -> RequestError:
-    return RequestError(ErrorCode.CANCELLED, "the request ran longer than its timeout")
+    return RequestError(
+        ErrorCode.CANCELLED, "the request ran longer than its timeout, or than the server allows"
+    )
 
 
 def cancelled_in_queue() -> RequestError:

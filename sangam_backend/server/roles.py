@@ -38,6 +38,8 @@ LEASE_SECONDS = 5.0
 PICKUP_SECONDS = 60.0
 """So long a block waits for a decode instance to take it, unless one says that it has no room. An
 engine process may be started again meanwhile."""
+MAX_LENT = 4096
+"""Requests of a prefill instance beyond its backlog: those whose block others have or wait for."""
 
 
 @dataclass(slots=True)
@@ -133,7 +135,7 @@ class PrefillInstance(Instance):
         return False
 
     def _num_held(self) -> int:
-        return len(self._clients) - len(self._blocks)
+        return len(self._clients) - min(len(self._blocks), MAX_LENT)
 
     def _begin(self, request: Request) -> None:
         self._send_handover(self._lend(request, guard=True), prefill_follows=False)

@@ -23,8 +23,8 @@ TRANSPORT_PARAMETERS = frozenset(
 TRANSPORT_PREFIX = "triton_"
 
 
-def read_request(request: Any) -> Incoming:
-    """Reads the inputs of a Triton request.
+def read_request(request: Any, longest: float) -> Incoming:
+    """Reads the inputs of a Triton request, which may take `longest` seconds.
 
     Raises:
         RequestError: a malformed input; the message names it.
@@ -41,7 +41,7 @@ def read_request(request: Any) -> Incoming:
         prompt=prompt,
         sampling=_sampling(request),
         options=_options(request, prompt),
-        deadline=_deadline(request),
+        deadline=_deadline(request, longest),
     )
 
 
@@ -79,7 +79,7 @@ def _sampling(request: Any) -> dict[str, Any]:
     return sampling
 
 
-def _deadline(request: Any) -> float | None:
+def _deadline(request: Any, longest: float) -> float:
     """From the timeout in microseconds, which gRPC and HTTP bring on different ways."""
     timeout = request.timeout() or json.loads(request.parameters() or "{}").get("timeout") or 0
     try:
@@ -88,7 +88,7 @@ def _deadline(request: Any) -> float | None:
         raise invalid(f"timeout is {timeout!r}, must be an integer of microseconds") from None
     if microseconds < 0:
         raise invalid(f"timeout is {microseconds}, must not be negative")
-    return time.monotonic() + microseconds / 1e6 if microseconds else None
+    return time.monotonic() + min(microseconds / 1e6 or longest, longest)
 
 
 def _options(request: Any, prompt: Prompt) -> Options:
