@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from server.harness import Answer, Serving, Stream, serving, wait_for
 
-REQUESTS = 2000
+REQUESTS = 1000
 STREAMS = 100
 TIMEOUT = "[CANCELLED] the request ran longer than its timeout"
 GROWTH = 150 << 20
