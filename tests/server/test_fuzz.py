@@ -14,7 +14,7 @@ from tritonclient import grpc as tritongrpc
 
 from sangam_backend.parameters import KNOWN
 
-EXAMPLES = int(os.environ.get("SANGAM_FUZZ_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("SANGAM_FUZZ_EXAMPLES", "25"))
 TIMEOUT = 500_000
 """Microseconds of a request that happens to be valid and long."""
 
