@@ -109,6 +109,9 @@ class EngineConfig:
     prefill_overflow_tokens: int = 0
     """Waiting prefill tokens beyond which a prefill instance leaves a block's prefill to the decode
     instance (hybrid serving); 0 never does."""
+    max_queue_size: int = 4096
+    """Requests that may wait for room in an instance that is alone; further ones are refused. Of
+    several instances Triton keeps the one queue, which has no limit."""
     max_queue_tokens: int = 0
     """Prefill tokens that may wait in an instance; a new request beyond them is refused. 0 sets no
     limit but that of the backlog."""
@@ -125,6 +128,7 @@ class EngineConfig:
             ("max_sequence_length", 0, 1 << 20),
             ("max_prompt_tokens", 0, 1 << 20),
             ("max_output_tokens", 0, 1 << 20),
+            ("max_queue_size", 1, 1 << 20),
             ("max_queue_tokens", 0, 1 << 40),
             ("kv_cache_tokens", 0, 1 << 40),
             ("memory_utilization", 0.01, 1.0),

@@ -33,6 +33,12 @@ class Enter(NamedTuple):
     content: Any
 
 
+class Queued(NamedTuple):
+    """The request waits in the engine process; one that dies before it has entered leaves it."""
+
+    id: int
+
+
 class Entered(NamedTuple):
     """The engine process has taken the request, or refused it."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
@@ -22,37 +21,31 @@ from sangam_backend.server.channel import (
     Channel,
     Close,
     Enter,
-    Entered,
     Start,
     Started,
 )
+from sangam_backend.server.entrance import Entrance
 from sangam_backend.server.instance import Instance
 from sangam_backend.server.open_instance import open_instance
 from sangam_backend.server.reply import Reply
 
 
 def serve(channel: Channel, instance: Instance) -> None:
-    """Lets requests in, one after the other, until the host is gone."""
+    """Takes requests until the host is gone."""
     replies: dict[int, Reply] = {}
-    entrance: queue.SimpleQueue[Enter] = queue.SimpleQueue()
-
-    def admit() -> None:
-        while True:
-            request = entrance.get()
-            instance.accept(request.content, replies[request.id])
-            channel.send(Entered(request.id))
+    entrance = Entrance(channel, instance, instance.max_queue_size)
 
     def close() -> None:
         instance.close()
         os._exit(0)
 
-    _start(admit)
+    _start(entrance.run)
     while (message := channel.receive()) is not None:
         if isinstance(message, Enter):
-            replies[message.id] = Reply(channel, message.id, replies)
-            entrance.put(message)
-        elif isinstance(message, Cancel) and (reply := replies.get(message.id)) is not None:
-            reply.cancel()
+            reply = replies[message.id] = Reply(channel, message.id, replies)
+            entrance.put(message, reply)
+        elif isinstance(message, Cancel) and message.id in replies:
+            replies[message.id].cancel()
         elif isinstance(message, Close):
             _start(close)
     os._exit(1)

@@ -27,6 +27,7 @@ from sangam_backend.server.channel import (
     Close,
     Enter,
     Entered,
+    Queued,
     Readings,
     Respond,
     Start,
@@ -86,6 +87,7 @@ class Visitor:
 
     content: Any
     sender: Sender
+    queued: bool = False
     entered: bool = False
     responded: bool = False
     cancelled: bool = False
@@ -98,8 +100,8 @@ class Visitor:
 class Host:
     """Starts the engine process, and starts it again when it has died.
 
-    Triton's own thread calls `accept`, which returns when the engine has taken the request: while
-    the engine is full, or is being started again, Triton gives the next one to other instances.
+    Triton's own thread calls `accept`, which returns when the engine process has taken the request,
+    at once or when it has room: see `Entrance`. Meanwhile Triton gives the next one to others.
     """
 
     def __init__(self, args: dict[str, str], command: Sequence[str]) -> None:
@@ -168,7 +170,7 @@ class Host:
         """Whether the engine process has taken or refused the request."""
 
         def is_settled() -> bool:
-            return visitor.entered or id not in self._visitors
+            return visitor.queued or visitor.entered or id not in self._visitors
 
         with self._changed:
             self._visitors[id] = visitor
@@ -225,6 +227,9 @@ class Host:
                 continue
             with self._changed:
                 self._heard = time.monotonic()
+                for id, visitor in self._visitors.items():
+                    if visitor.queued:
+                        self._process.channel.send(Enter(id, visitor.content))
                 self._engine = self._process
                 self._changed.notify_all()
             return
@@ -234,10 +239,11 @@ class Host:
             self._metrics.write(message.values)
         elif isinstance(message, Respond):
             self._respond(message)
-        elif isinstance(message, Entered):
+        elif isinstance(message, Queued | Entered):
             with self._changed:
                 if (visitor := self._visitors.get(message.id)) is not None:
-                    visitor.entered = True
+                    visitor.queued = isinstance(message, Queued)
+                    visitor.entered = not visitor.queued
                     self._changed.notify_all()
 
     def _respond(self, message: Respond) -> None:

@@ -57,7 +57,9 @@ class Instance:
         log.info("%s: %s", name, facts)
         self._backlog = config.backlog or config.max_batch_size
         self._clients: dict[Request, Client] = {}
-        self._room = threading.Condition()
+        self.room = threading.Condition()
+        """Notified when a request comes or goes."""
+        self.max_queue_size = config.max_queue_size if self._is_alone(start) else None
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._failure: RequestError | None = None
@@ -79,15 +81,27 @@ class Instance:
         try:
             self._accept(content, reply)
         except RequestError as error:
-            self._tally.outcomes[error.code.value.lower()] += 1
-            reply.refuse(error)
+            self.refuse(reply, error)
         except Exception as error:
             _refuse_after_fault(reply, error)
 
+    def refuse(self, reply: Reply, error: RequestError) -> None:
+        self._tally.outcomes[error.code.value.lower()] += 1
+        reply.refuse(error)
+
+    def has_room(self) -> bool:
+        return self._num_held() < self._backlog or self._failure is not None
+
+    def set_queued(self, count: int) -> None:
+        """How many requests wait to be accepted."""
+        if count != self._tally.queued:
+            self._tally.queued = count
+            self.room.notify_all()
+
     def close(self) -> None:
         """Lets running requests finish for a while, answers the rest, and ends the threads."""
-        with self._room:
-            self._room.wait_for(self._is_drained, timeout=DRAIN_SECONDS)
+        with self.room:
+            self.room.wait_for(self._is_drained, timeout=DRAIN_SECONDS)
         self._stopping.set()
         self.engine.wake()
         self._engine_thread.join()
@@ -98,7 +112,10 @@ class Instance:
         self.engine.close()
 
     def _is_drained(self) -> bool:
-        return not self._clients
+        return not self._clients and not self._tally.queued
+
+    def _is_alone(self, start: Start) -> bool:
+        return _num_instances(json.loads(start.args["model_config"])) == 1
 
     def _accept(self, content: Any, reply: Reply) -> None:
         incoming: Incoming = content
@@ -115,7 +132,7 @@ class Instance:
     def _admit(self, request: Request, client: Client) -> None:
         """Waits for room, then hands the request to the engine."""
         self._wait_for_room(client)
-        with self._room:
+        with self.room:
             if self._failure is not None:
                 raise self._failure
             self._clients[request] = client
@@ -126,10 +143,10 @@ class Instance:
 
     def _wait_for_room(self, client: Client) -> None:
         while True:
-            with self._room:
-                if self._num_held() < self._backlog or self._failure is not None:
+            with self.room:
+                if self.has_room():
                     return
-                self._room.wait(POLL_SECONDS)
+                self.room.wait(POLL_SECONDS)
             if client.reply.is_cancelled():
                 raise cancelled_in_queue()
             if client.deadline is not None and time.monotonic() > client.deadline:
@@ -157,14 +174,14 @@ class Instance:
     def _fail(self, error: BaseException) -> None:
         """Answers everybody and ends the process: a dead engine must not look alive."""
         failure = RequestError(ErrorCode.INTERNAL, f"the engine failed: {error!r}")
-        with self._room:
+        with self.room:
             self._failure = failure
         log.error("the engine failed", exc_info=error)
         self._answer_all(failure)
         os._exit(1)
 
     def _answer_all(self, error: RequestError) -> None:
-        with self._room:
+        with self.room:
             clients = list(self._clients.values())
             self._clients.clear()
         for client in clients:
@@ -215,11 +232,11 @@ class Instance:
 
     def _take_client(self, request: Request, done: bool) -> Client | None:
         """The client of a request, which is forgotten when it is done; None if it is already."""
-        with self._room:
+        with self.room:
             client = self._clients.get(request)
             if client is not None and done:
                 del self._clients[request]
-                self._room.notify_all()
+                self.room.notify_all()
         return client
 
     def _poll(self) -> None:
@@ -245,7 +262,7 @@ class Instance:
             self._channel.send(Readings(changed))
 
     def _look_after_clients(self, now: float) -> None:
-        with self._room:
+        with self.room:
             clients = list(self._clients.items())
         kept = self._out_of_hand()
         for request, client in clients:
@@ -283,6 +300,9 @@ def _own_device(devices: str, instance_name: str) -> str:
 
 def _share_cores(model_config: dict[str, Any]) -> None:
     """Splits the cores among the instances of a model on a CPU."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // _num_instances(model_config)))
+
+
+def _num_instances(model_config: dict[str, Any]) -> int:
     groups = model_config.get("instance_group", [])
-    instances = sum(group.get("count", 1) for group in groups) or 1
-    torch.set_num_threads(max(1, torch.get_num_threads() // instances))
+    return sum(group.get("count", 1) for group in groups) or 1

@@ -21,9 +21,11 @@ class Series(NamedTuple):
 
 Read = Callable[["Engine"], float]
 
+WAITING = Series("sangam_requests_waiting")
+
 GAUGES: dict[str, tuple[str, Read]] = {
-    "sangam_requests_waiting": (
-        "Requests that wait for a prefill, or for pages to pull K/V into",
+    WAITING.name: (
+        "Requests that wait to be taken in, for a prefill, or for pages to pull K/V into",
         lambda e: len(e.scheduler.waiting) + len(e.scheduler.arriving),
     ),
     "sangam_requests_decoding": (
@@ -104,6 +106,8 @@ class Tally:
     """What an instance counts of its clients."""
 
     def __init__(self) -> None:
+        self.queued = 0
+        """Requests that wait to be accepted."""
         self.tokens: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.first_text = Histogram()
@@ -117,6 +121,7 @@ def read_all(engine: Engine, tally: Tally) -> dict[Series, float]:
         for table in (GAUGES, ENGINE_COUNTERS)
         for name, (_, read) in table.items()
     }
+    values[WAITING] += tally.queued
     for name, counted in (
         ("sangam_iterations_total", engine.counts.iterations),
         ("sangam_forwards_total", engine.counts.forwards),

@@ -117,7 +117,7 @@ class PrefillInstance(Instance):
 
     def _prefilled(self, request: Request, prefilled: Prefilled) -> None:
         """See `Peers.prefilled`."""
-        with self._room:
+        with self.room:
             id = self._blocks.get(request)
             if id is None:
                 return
@@ -143,11 +143,11 @@ class PrefillInstance(Instance):
 
     def _lend(self, request: Request, guard: bool) -> str:
         id = secrets.token_hex(8)
-        with self._room:
+        with self.room:
             self._lent[id] = Lent(request, guard, time.monotonic())
             if not guard:
                 self._blocks[request] = id
-            self._room.notify_all()
+            self.room.notify_all()
         return id
 
     def _take(self, id: str) -> Lent:
@@ -158,7 +158,7 @@ class PrefillInstance(Instance):
         return lent
 
     def _send_handover(self, id: str, prefill_follows: bool) -> None:
-        with self._room:
+        with self.room:
             lent = self._lent.get(id)
             client = self._clients.get(lent.request) if lent is not None else None
         if lent is None or client is None:
@@ -190,7 +190,7 @@ class PrefillInstance(Instance):
             if report["full"]:
                 self._pool_full = now
         for id in report["ids"]:
-            with self._room:
+            with self.room:
                 lent = self._lent.get(id)
                 if lent is None:
                     continue
@@ -223,7 +223,7 @@ class PrefillInstance(Instance):
 
     def _wind_up(self, request: Request) -> None:
         """Lets the guard of an ended request go, unless its block has still to come back."""
-        with self._room:
+        with self.room:
             if request in self._blocks:
                 return
             guards = {
@@ -251,7 +251,7 @@ class PrefillInstance(Instance):
 
     def _out_of_hand(self) -> set[Request]:
         """Those whose block a decode instance works on, which then ends the step first."""
-        with self._room:
+        with self.room:
             return set(self._blocks)
 
     def _watch(self, now: float) -> None:
@@ -259,7 +259,7 @@ class PrefillInstance(Instance):
             return
         self._next_watch = now + BEAT_SECONDS / 2
         dead = {address for address, process in self._holders.items() if not process.is_running()}
-        with self._room:
+        with self.room:
             pool_is_full = now - self._pool_full < LEASE_SECONDS
             lost = {
                 lent.place
@@ -311,11 +311,15 @@ class DecodeInstance(Instance):
         self._link.close()
 
     def _is_drained(self) -> bool:
-        return not self._clients and not self._held
+        return super()._is_drained() and not self._held
+
+    def _is_alone(self, start: Start) -> bool:
+        """A block that has been handed over is never refused for want of room."""
+        return False
 
     def _accept(self, content: Any, reply: Reply) -> None:
         handover = Handover.from_bytes(content, self._link.key)
-        with self._room:
+        with self.room:
             self._held[handover.id] = handover
             self._owners.add(handover.reply_to)
             if handover.guard:
@@ -349,7 +353,7 @@ class DecodeInstance(Instance):
 
     def _meet(self, id: str, half: Request | Prefilled) -> None:
         """Begins with a request when both it and its prefill are here."""
-        with self._room:
+        with self.room:
             if id not in self._held:
                 return
             other = self._half_met.pop(id, None)
@@ -388,10 +392,10 @@ class DecodeInstance(Instance):
 
     def _end_step(self, handover: Handover, reply: Reply) -> None:
         reply.finish()
-        with self._room:
+        with self.room:
             self._held.pop(handover.id, None)
             self._half_met.pop(handover.id, None)
-            self._room.notify_all()
+            self.room.notify_all()
 
     def _report_done(self, request: Request, handover: Handover) -> None:
         start = len(handover.canvas)
@@ -410,7 +414,7 @@ class DecodeInstance(Instance):
 
     def _dismiss(self, id: str) -> None:
         """Lets a guard go, which its prefill instance needs no longer."""
-        with self._room:
+        with self.room:
             reply, handover = self._guarded.pop(id, None), self._held.get(id)
         if reply is not None and handover is not None:
             self._end_step(handover, reply)
@@ -424,7 +428,7 @@ class DecodeInstance(Instance):
         self._look_after_orphans()
 
     def _beat(self) -> None:
-        with self._room:
+        with self.room:
             ids: dict[str, list[str]] = {address: [] for address in self._owners}
             for handover in self._held.values():
                 ids.setdefault(handover.reply_to, []).append(handover.id)
@@ -435,7 +439,7 @@ class DecodeInstance(Instance):
     def _look_after_orphans(self) -> None:
         """Answers for prefill instances that have died."""
         error = RequestError(ErrorCode.UNAVAILABLE, "the prefill instance was lost")
-        with self._room:
+        with self.room:
             orphans = [h for h in self._held.values() if not h.owner.is_running()]
             guarded = [self._guarded.pop(h.id) for h in orphans if h.guard]
             for handover in orphans:

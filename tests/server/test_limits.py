@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from server.harness import Answer, Serving, Stream, serving, wait_for
 
-REQUESTS = 1000
+REQUESTS = 5000
 STREAMS = 100
+QUEUE = 300
+LIMIT = "that is the limit (max_queue_size)"
 TIMEOUT = "[CANCELLED] the request ran longer than its timeout"
 GROWTH = 150 << 20
 """Bytes by which the server's processes may grow in a flood."""
@@ -80,14 +82,41 @@ def test_a_long_prompt_is_refused(small: Serving) -> None:
     assert small.ask({"input_ids": [7] * 8, "max_tokens": 4}).error is None
 
 
+def test_a_full_queue(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", "--backlog=1", "--max-queue-size=2") as server:
+
+        def ask(timeout: int | None = None) -> Stream:
+            stream = Stream(server.grpc_url)
+            stream.send(SLOW, timeout=timeout)
+            return stream
+
+        streams = [ask()]
+        wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0, 5)
+        streams += [ask(timeout=500_000), ask()]
+        wait_for(lambda: server.gauges()["sangam_requests_waiting"] == 2, 5)
+        assert server.ask(SLOW).error == f"[UNAVAILABLE] 2 requests wait already, {LIMIT}"
+        first, hasty, leaving = streams
+        assert str(hasty.receive().error).startswith(TIMEOUT)
+        leaving.close(cancel=True)
+        wait_for(lambda: server.gauges()["sangam_requests_waiting"] == 0, 5)
+        last = ask()
+        wait_for(lambda: server.gauges()["sangam_requests_waiting"] == 1, 5)
+        for stream in (first, last):
+            assert stream.receive().error is None
+            stream.close()
+        wait_for(server.is_idle, 5)
+
+
 def test_a_flood(tmp_path: Path) -> None:
-    with serving(tmp_path / "log") as server:
+    with serving(tmp_path / "log", f"--max-queue-size={QUEUE}") as server:
         for _ in range(20):
             expected = server.ask(QUICK)
         before = resident(server)
         ends, answers = flood(server)
         grown = resident(server) - before
-        assert ends == {"None": REQUESTS}
+        refused = ends.pop(f"[UNAVAILABLE] {QUEUE} requests wait already, {LIMIT}", 0)
+        assert ends == {"None": REQUESTS - refused}
+        assert 0 < refused < REQUESTS - QUEUE
         assert all(answer.ids == expected.ids for answer in answers if answer.error is None)
         assert grown < GROWTH, f"{grown >> 20} MiB"
         wait_for(server.is_idle, 2)

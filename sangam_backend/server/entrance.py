@@ -1,0 +1,80 @@
+"""Where requests wait for room in an instance."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+from sangam_backend.request import ErrorCode, RequestError
+from sangam_backend.server.channel import Channel, Enter, Entered, Queued
+from sangam_backend.server.instance import POLL_SECONDS, Instance
+from sangam_backend.server.options import Incoming, cancelled_in_queue, timed_out
+from sangam_backend.server.reply import Reply
+
+
+class Waiting(NamedTuple):
+    id: int
+    content: Any
+    reply: Reply
+
+    def fault(self, now: float) -> RequestError | None:
+        """Why it need not be let in any more."""
+        if self.reply.is_cancelled():
+            return cancelled_in_queue()
+        deadline = self.content.deadline if isinstance(self.content, Incoming) else None
+        return timed_out() if deadline is not None and now > deadline else None
+
+
+class Entrance:
+    """Lets requests in, one after the other.
+
+    An instance that is alone takes all that comes, keeps it here in order, and refuses what is too
+    much. Of several, each takes the next request when it has room for it, so that Triton's one
+    queue feeds whichever is free.
+    """
+
+    def __init__(self, channel: Channel, instance: Instance, most: int | None) -> None:
+        """`most` requests may wait here; None for an instance that is not alone."""
+        self._channel = channel
+        self._instance = instance
+        self._most = most
+        self._waiting: deque[Waiting] = deque()
+
+    def put(self, message: Enter, reply: Reply) -> None:
+        with self._instance.room:
+            full = self._most is not None and len(self._waiting) >= self._most
+            if not full:
+                self._waiting.append(Waiting(message.id, message.content, reply))
+                self._count()
+        if full:
+            text = f"{self._most} requests wait already, that is the limit (max_queue_size)"
+            self._instance.refuse(reply, RequestError(ErrorCode.UNAVAILABLE, text))
+        elif self._most is not None:
+            self._channel.send(Queued(message.id))
+
+    def run(self) -> None:
+        while True:
+            with self._instance.room:
+                self._instance.room.wait_for(self._may_enter, POLL_SECONDS)
+                faults = self._take_faults()
+                first = self._waiting.popleft() if self._may_enter() else None
+                self._count()
+            for waiting, fault in faults:
+                self._instance.refuse(waiting.reply, fault)
+            if first is not None:
+                self._instance.accept(first.content, first.reply)
+                self._channel.send(Entered(first.id))
+
+    def _may_enter(self) -> bool:
+        return bool(self._waiting) and (self._most is None or self._instance.has_room())
+
+    def _take_faults(self) -> list[tuple[Waiting, RequestError]]:
+        now = time.monotonic()
+        faults = [(w, fault) for w in self._waiting if (fault := w.fault(now)) is not None]
+        for waiting, _ in faults:
+            self._waiting.remove(waiting)
+        return faults
+
+    def _count(self) -> None:
+        self._instance.set_queued(len(self._waiting))
