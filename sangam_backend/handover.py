@@ -135,6 +135,11 @@ def _sign(body: bytes, key: bytes) -> bytes:
     return hmac.digest(key, body, "sha256")
 
 
+def is_running(pid: int) -> bool:
+    """False for one that has ended and is not yet waited for."""
+    return _start_time(pid) is not None
+
+
 def _start_time(pid: int) -> int | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

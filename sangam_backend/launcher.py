@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import http.client
 import importlib.util
@@ -16,7 +17,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,17 +31,19 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonModelConfig
 from sangam_backend.config import ConfigError, EngineConfig
 from sangam_backend.device import pick_device
 from sangam_backend.handover import meeting_path
+from sangam_backend.leftovers import claimed_name, directory_of, sweep
 from sangam_backend.models import check_checkpoint
 from sangam_backend.watch import FROZEN_SECONDS, Watch
 
 MODEL_NAME = "sangam"
 REPOSITORY = Path(__file__).parent / "model_repository"
-SHARED_MEMORY = Path("/dev/shm")
 RESTRICTED = "model-repository,shared-memory,logging,trace"
 GONE = "UNAVAILABLE"
 HELD_REQUESTS = re.compile(r"(?m)^sangam_requests_(?:waiting|decoding|handed_over)\{.*\} (\S+)$")
 CALL_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
+DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 POLL_SECONDS = 0.1
 IDLE_POLLS = 3
 LOOK_SECONDS = 2.0
@@ -104,11 +106,13 @@ def serve(
         raise ConfigError(f"NumPy is {np.__version__}, the Triton server needs a version below 2")
     directory = check_checkpoint(config)
     check_ports(endpoints)
-    with tempfile.TemporaryDirectory(prefix="sangam-") as work:
-        triton = find_triton(Path(work))
-        repository = Path(work) / "models"
+    sweep()
+    with claimed_name() as name:
+        work = directory_of(name)
+        triton = find_triton(work)
+        repository = work / "models"
         write_repository(repository, deployment, dataclasses.replace(config, model=str(directory)))
-        server = Server(triton, repository, endpoints, startup_timeout, grace)
+        server = Server(triton, repository, endpoints, startup_timeout, grace, name)
         with stop_signals(server), server:
             if not server.wait_until_ready():
                 return server.failed_start()
@@ -126,7 +130,9 @@ class Server:
         endpoints: Endpoints,
         startup_timeout: float,
         grace: float,
+        region: str,
     ) -> None:
+        """The names of its shared memory begin with `region`; it stays to be removed."""
         self.triton = triton
         self.repository = repository
         self.endpoints = endpoints
@@ -136,7 +142,7 @@ class Server:
         self._is_serving = False
         self._restarts: list[float] = []
         self._key = secrets.token_hex(16)
-        self.region = f"sangam_{os.getpid()}_{secrets.token_hex(4)}"
+        self._region = region
 
     def __enter__(self) -> Server:
         self._start()
@@ -148,29 +154,30 @@ class Server:
             self._command(),
             env=os.environ | {"PATH": path, "LD_LIBRARY_PATH": self.triton.library_path},
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
 
     def __exit__(self, *_: object) -> None:
-        deadline = time.monotonic() + self.grace
-        drained = self._is_serving and self._drain(deadline)
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            # An idle gRPC stream holds up even a server that has nothing left to do.
-            self.process.wait(LEAVE_SECONDS if drained else max(0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            if not drained:
-                _say("the server outlasted its grace time and is killed")
+        drained = self._is_serving and self._drain(time.monotonic() + self.grace)
+        if self._is_serving and not drained and self.process.poll() is None:
+            _say("requests that outlast the grace time are ended")
+        # The engines answer what still runs. An idle gRPC stream holds up even a server that has
+        # nothing left to do.
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(LEAVE_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
-        # The stubs and engines share the server's group; whatever is left of it holds memory.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        # Whatever is left holds memory.
+        self._signal(signal.SIGKILL)
         self.process.wait()
-        for left in SHARED_MEMORY.glob(f"{self.region}*"):
-            left.unlink(missing_ok=True)
         shutil.rmtree(meeting_path(self.process.pid), ignore_errors=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the server, its stubs and their engines, which share a group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def _drain(self, deadline: float) -> bool:
         """Unloads the models, which refuses new requests and lets those that run finish.
@@ -329,7 +336,7 @@ class Server:
             "--grpc-keepalive-time=10000",
             "--grpc-keepalive-timeout=5000",
             "--grpc-http2-min-recv-ping-interval-without-data=5000",
-            f"--backend-config=python,shm-region-prefix-name={self.region}",
+            f"--backend-config=python,shm-region-prefix-name={self._region}",
         ]
 
 
@@ -350,6 +357,14 @@ def stop_signals(server: Server) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """Its stubs then follow the server, and their engines them."""
+    _LIBC.prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def find_triton(work: Path) -> Triton:

@@ -67,7 +67,7 @@ class Readings(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Finish what runs, answer the rest, and end."""
+    """Finish what runs, and end."""
 
 
 class Channel:

@@ -31,7 +31,11 @@ from sangam_backend.server.reply import Reply
 
 
 def serve(channel: Channel, instance: Instance) -> None:
-    """Takes requests until the host is gone."""
+    """Takes requests until the host is gone.
+
+    On SIGTERM running requests end with an error; the launcher sends it after the grace time.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: instance.give_up())
     replies: dict[int, Reply] = {}
     entrance = Entrance(channel, instance, instance.max_queue_size)
 

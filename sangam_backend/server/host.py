@@ -34,7 +34,7 @@ from sangam_backend.server.channel import (
     Started,
 )
 from sangam_backend.server.metrics import Metrics
-from sangam_backend.server.options import Incoming, cancelled_in_queue, timed_out
+from sangam_backend.server.options import Incoming, cancelled_in_queue, shutting_down, timed_out
 from sangam_backend.server.sender import Sender
 from sangam_backend.server.wire import build_response, read_handover, read_request
 
@@ -43,7 +43,6 @@ WATCH_SECONDS = 0.5
 BEAT_SECONDS = 1.0
 FROZEN_SECONDS = 20.0
 """An engine process that gives no sign for so long is killed; it gives one every second."""
-CLOSE_SECONDS = 40.0
 LONGEST_BACK_OFF = 30.0
 
 
@@ -150,14 +149,14 @@ class Host:
         self._closing.set()
         if (engine := self._engine) is not None:
             engine.channel.send(Close())
-            self._run_thread.join(CLOSE_SECONDS)
+            self._run_thread.join()
         if self._process.process.poll() is None:
             self._process.process.kill()
         # A response sender that a thread still holds when the process ends crashes the stub.
         self._run_thread.join()
         self._poll_thread.join()
         for visitor in self._take_all():
-            visitor.sender.refuse(_shutting_down())
+            visitor.sender.refuse(shutting_down())
         self._metrics.close()
 
     def _enter(self, visitor: Visitor) -> None:
@@ -186,7 +185,7 @@ class Host:
         while True:
             with self._changed:
                 if self._closing.is_set():
-                    raise _shutting_down()
+                    raise shutting_down()
                 if self._engine is not None:
                     return self._engine
                 self._changed.wait(POLL_SECONDS)
@@ -313,7 +312,3 @@ def _follow_server(server: int) -> None:
     while os.getppid() == server:
         time.sleep(WATCH_SECONDS)
     os._exit(1)
-
-
-def _shutting_down() -> RequestError:
-    return RequestError(ErrorCode.UNAVAILABLE, "the server is shutting down")

@@ -24,13 +24,18 @@ from sangam_backend.request import (
     RequestError,
 )
 from sangam_backend.server.channel import Channel, Readings, Start
-from sangam_backend.server.options import Incoming, Options, cancelled_in_queue, timed_out
+from sangam_backend.server.options import (
+    Incoming,
+    Options,
+    cancelled_in_queue,
+    shutting_down,
+    timed_out,
+)
 from sangam_backend.server.readings import Series, Tally, read_all
 from sangam_backend.server.reply import Reply
 
 POLL_SECONDS = 0.02
 SIGN_SECONDS = 1.0
-DRAIN_SECONDS = 30.0
 
 log = logging.getLogger("sangam")
 
@@ -61,6 +66,7 @@ class Instance:
         """Notified when a request comes or goes."""
         self.max_queue_size = config.max_queue_size if self._is_alone(start) else None
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._giving_up = threading.Event()
         self._stopping = threading.Event()
         self._failure: RequestError | None = None
         self._channel = channel
@@ -90,7 +96,11 @@ class Instance:
         reply.refuse(error)
 
     def has_room(self) -> bool:
-        return self._num_held() < self._backlog or self._failure is not None
+        return (
+            self._num_held() < self._backlog
+            or self._failure is not None
+            or self._giving_up.is_set()
+        )
 
     def set_queued(self, count: int) -> None:
         """How many requests wait to be accepted."""
@@ -98,14 +108,18 @@ class Instance:
             self._tally.queued = count
             self.room.notify_all()
 
+    def give_up(self) -> None:
+        """Ends running requests with an error, and those that still come."""
+        self._giving_up.set()
+
     def close(self) -> None:
-        """Lets running requests finish for a while, answers the rest, and ends the threads."""
+        """Lets running requests finish, answers late ones, and ends the threads."""
         with self.room:
-            self.room.wait_for(self._is_drained, timeout=DRAIN_SECONDS)
+            self.room.wait_for(self._is_drained)
         self._stopping.set()
         self.engine.wake()
         self._engine_thread.join()
-        self._answer_all(RequestError(ErrorCode.UNAVAILABLE, "the server is shutting down"))
+        self._answer_all(shutting_down())
         self._outbox.put(None)
         self._response_thread.join()
         self._poll_thread.join()
@@ -143,6 +157,8 @@ class Instance:
 
     def _wait_for_room(self, client: Client) -> None:
         while True:
+            if self._giving_up.is_set():
+                raise shutting_down()
             with self.room:
                 if self.has_room():
                     return
@@ -268,7 +284,9 @@ class Instance:
         for request, client in clients:
             if request in kept:
                 continue
-            if client.deadline is not None and now > client.deadline:
+            if self._giving_up.is_set():
+                self.engine.cancel(request, shutting_down())
+            elif client.deadline is not None and now > client.deadline:
                 self.engine.cancel(request, timed_out())
             elif client.reply.is_cancelled():
                 self.engine.cancel(request)

@@ -47,6 +47,10 @@ class Incoming:
     """On the clock of time.monotonic."""
 
 
+def shutting_down() -> RequestError:
+    return RequestError(ErrorCode.UNAVAILABLE, "the server is shutting down")
+
+
 def timed_out() -> RequestError:
     return RequestError(
         ErrorCode.CANCELLED, "the request ran longer than its timeout, or than the server allows"

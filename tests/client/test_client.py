@@ -24,6 +24,7 @@ from server.harness import wait_for
 from sangam_backend.background import free_ports
 from sangam_backend.launcher import Endpoints, find_triton
 from sangam_backend.launcher import Server as TritonServer
+from sangam_backend.leftovers import claimed_name
 
 WORDS = "the quick  brown fox\njumps über"
 SLOW = " ".join(str(number) for number in range(200))
@@ -48,7 +49,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shutil.copytree(Path(__file__).parent / "echo_model", root / "models" / "sangam")
     http_port, grpc_port, metrics_port = free_ports(3)
     endpoints = Endpoints("127.0.0.1", http_port, grpc_port, metrics_port)
-    with TritonServer(find_triton(root), root / "models", endpoints, 60, grace=5) as triton:
+    with (
+        claimed_name() as name,
+        TritonServer(find_triton(root), root / "models", endpoints, 60, 5, name) as triton,
+    ):
         server = Server(f"localhost:{grpc_port}", root / "models")
         with Client(server.url) as client:
             wait_for(client.is_ready, 60)

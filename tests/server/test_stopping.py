@@ -28,6 +28,7 @@ from server.harness import (
 from sangam_backend import launcher, watch
 from sangam_backend.background import children, free_ports
 from sangam_backend.config import EngineConfig
+from sangam_backend.handover import meeting_path
 from sangam_backend.launcher import (
     Deployment,
     Endpoints,
@@ -36,6 +37,7 @@ from sangam_backend.launcher import (
     find_triton,
     write_repository,
 )
+from sangam_backend.leftovers import claimed_name, directory_of, sweep
 from sangam_backend.prompt import Prompt
 from sangam_backend.watch import is_running
 
@@ -65,7 +67,7 @@ def ends_within(server: Serving, seconds: float) -> Iterator[None]:
 
 def test_a_stream_finishes_after_sigterm(tmp_path: Path, oracle: Oracle) -> None:
     with serving(tmp_path / "log") as server:
-        assert len(server.regions()) == 1
+        assert server.regions() != []
         stream = start_long_stream(server)
         with ends_within(server, 15):
             server.process.terminate()
@@ -91,6 +93,24 @@ def test_requests_of_several_blocks_finish_after_sigterm(
         assert "unknown model" in late.error
         assert (answer.error, answer.finals) == (None, 1)
         assert answer.ids == oracle.answer(Prompt(input_ids=IDS), LONG).ids
+
+
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+def test_what_outlasts_the_grace_time_is_answered(mode: str, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", f"--mode={mode}", "--grace=1") as server:
+        stream = Stream(server.grpc_url)
+        outlasting = LONG | {"max_tokens": 800}
+        stream.send({"input_ids": IDS, "stream": True, "sampling_parameters": outlasting})
+        answer = Answer()
+        stream.receive_into(answer)
+        with ends_within(server, 10):
+            server.process.terminate()
+            while answer.error is None:
+                stream.receive_into(answer)
+            stream.close()
+        assert 0 < len(answer.ids) < 800
+        assert answer.error.endswith("[UNAVAILABLE] the server is shutting down")
+        assert "requests that outlast the grace time are ended" in server.log.read_text()
 
 
 def test_an_idle_stream_does_not_hold_the_exit_up(tmp_path: Path) -> None:
@@ -180,13 +200,30 @@ def test_requests_of_a_dead_stub_end_with_its_server(tmp_path: Path) -> None:
         assert "a stub process has died; it is started again in 0 s" in server.log.read_text()
 
 
+def test_all_processes_end_with_a_killed_command(tmp_path: Path) -> None:
+    with serving(tmp_path / "log", "--mode=disaggregated") as server:
+        triton, stubs = server.tree()
+        pids = [triton, *stubs, *server.engines("sangam_prefill"), *server.engines("sangam_decode")]
+        assert len(pids) == 5
+        server.process.kill()
+        server.process.wait()
+        wait_for(lambda: not any(map(is_running, pids)), 5)
+        (lock,) = [path for path in server.regions() if path.suffix == ".lock"]
+        left = [*server.regions(), directory_of(lock.stem), meeting_path(triton)]
+        with claimed_name() as running:
+            sweep()
+            assert directory_of(running).exists()
+        assert [path for path in left if path.exists()] == []
+
+
 @pytest.fixture
-def own_server(tmp_path: Path) -> Server:
+def own_server(tmp_path: Path) -> Iterator[Server]:
     """One without the command."""
     config = EngineConfig(model=str(TINY), device="cpu")
     write_repository(tmp_path / "models", Deployment("colocated", {"sangam": Pool()}), config)
     endpoints = Endpoints("127.0.0.1", *free_ports(3))
-    return Server(find_triton(tmp_path), tmp_path / "models", endpoints, START_SECONDS, grace=5)
+    with claimed_name() as name:
+        yield Server(find_triton(tmp_path), tmp_path / "models", endpoints, START_SECONDS, 5, name)
 
 
 @contextlib.contextmanager
