@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator
 from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from sangam_client import wire
+from sangam_client.servers import Attempts, ServersClient
 from sangam_client.wire import Chunk, Completion, Prompt, SangamError
 
 
-class Client:
+class Client(ServersClient):
     """Any number of threads may share one.
 
     tritonclient's own client allows one stream per object; the generated stub beneath it opens a
     gRPC stream per request on one connection.
     """
-
-    def __init__(self, url: str = "localhost:8001", model: str = "sangam") -> None:
-        self._model = model
-        self._closed = False
-        self._channel = grpc.insecure_channel(url, options=wire.CHANNEL_OPTIONS)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def stream(
         self, prompt: Prompt, *, request_id: str = "", timeout: float | None = None, **sampling: Any
@@ -40,33 +36,43 @@ class Client:
         return wire.join(self._run(request, timeout))
 
     def _run(self, request: Any, timeout: float | None) -> Generator[Chunk, None, None]:
-        call = self._open_stub().ModelStreamInfer(iter((request,)), timeout=timeout)
+        attempts = self._new_attempts(timeout)
+        while True:
+            try:
+                yield from self._attempt(request, attempts)
+                return
+            except SangamError as error:
+                pause = attempts.pause_after(error)
+                if pause is None:
+                    raise
+            time.sleep(pause)
+
+    def _attempt(self, request: Any, attempts: Attempts) -> Generator[Chunk, None, None]:
+        call = self._call(request, attempts)
         try:
             for response in call:
                 chunk = wire.parse_response(response)
+                attempts.answered = True
                 if chunk.final:
                     # Triton is closing the stream: a cancel that meets its last write may crash it.
                     deque(call, maxlen=0)
                     yield chunk
                     return
                 yield chunk
-            raise SangamError(wire.NO_FINAL_RESPONSE)
+            raise SangamError(wire.NO_FINAL_RESPONSE, unavailable=True)
         except grpc.RpcError as error:
-            raise wire.transport_error(error, timeout) from error
+            raise wire.transport_error(error, attempts.timeout) from error
         finally:
             call.cancel()
 
-    def _open_stub(self) -> Any:
-        if self._closed:
-            raise SangamError(wire.CLOSED)
-        return self._stub
-
     def is_ready(self) -> bool:
-        """Whether the model can take requests; a server that cannot be reached is not ready."""
+        """Whether a server's model takes requests; one that cannot be reached does not."""
+        return any(map(self._is_ready, self._open_stubs()))
+
+    def _is_ready(self, stub: Any) -> bool:
+        request = service_pb2.ModelReadyRequest(name=self._model)
         try:
-            return bool(
-                self._open_stub().ModelReady(service_pb2.ModelReadyRequest(name=self._model)).ready
-            )
+            return bool(stub.ModelReady(request, metadata=self._metadata).ready)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 return False
@@ -75,7 +81,8 @@ class Client:
     def close(self) -> None:
         """Cancels what is still running."""
         self._closed = True
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Client:
         return self

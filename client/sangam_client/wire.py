@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,22 +14,22 @@ from tritonclient.grpc import InferResult, service_pb2
 T = TypeVar("T")
 Prompt = str | Sequence[int] | list[dict[str, str]]
 
-CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    # gRPC waits up to two minutes between attempts otherwise, so a server that starts is seen late.
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
 NO_FINAL_RESPONSE = "the server closed the stream before the final response of the request"
-CLOSED = "the client is closed"
+UNAVAILABLE = re.compile(
+    r"(in ensemble '\w+', )?"
+    r"(\[UNAVAILABLE\]|Request for unknown model: '\w+' has no available|Stub process '\w+' )"
+)
+"""How errors of a server begin that stops, or has lost an instance."""
 
 
 class SangamError(Exception):
     """A request that failed, in the server or on the way to it."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, unavailable: bool = False) -> None:
         super().__init__(message)
         self.message = message
+        self.unavailable = unavailable
+        """Whether another server, or this one later, may answer the same request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ def _add_flag(request: Any, name: str, value: bool) -> None:
 
 def parse_response(response: Any) -> Chunk:
     if response.error_message:
-        raise SangamError(response.error_message)
+        unavailable = UNAVAILABLE.match(response.error_message) is not None
+        raise SangamError(response.error_message, unavailable=unavailable)
     result = InferResult(response.infer_response)
     return Chunk(
         text=b"".join(_values(result, "text_output")).decode(),
@@ -129,4 +131,5 @@ def _total(values: Iterable[int | None]) -> int | None:
 def transport_error(error: Any, timeout: float | None) -> SangamError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
         return SangamError(f"timed out after {timeout:g} s")
-    return SangamError(f"{error.code().name}: {error.details()}")
+    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+    return SangamError(f"{error.code().name}: {error.details()}", unavailable=unavailable)

@@ -206,16 +206,20 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(log: Path, *options: str, model: Path = TINY) -> Iterator[Serving]:
+def serving(
+    log: Path, *options: str, model: Path = TINY, ports: Sequence[int] = ()
+) -> Iterator[Serving]:
     """Starts the command, waits until it is ready, and ends it, if need be by SIGKILL."""
-    with launched(log, *options, model=model) as server:
+    with launched(log, *options, model=model, ports=ports) as server:
         wait_for(lambda: "Sangam is ready" in log.read_text(), START_SECONDS, server.process)
         yield server
 
 
 @contextlib.contextmanager
-def launched(log: Path, *options: str, model: Path = TINY) -> Iterator[Serving]:
-    ports = free_ports(3)
+def launched(
+    log: Path, *options: str, model: Path = TINY, ports: Sequence[int] = ()
+) -> Iterator[Serving]:
+    ports = ports or free_ports(3)
     named = zip(("--http-port", "--grpc-port", "--metrics-port"), map(str, ports))
     command = [*SANGAM, "serve", "--model", str(model), *options]
     command += [word for pair in named for word in pair]
