@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
                        help="prefill tokens that wait in it; more are refused")  # fmt: skip
     serve.add_argument("--max-request-time", type=float, default=argparse.SUPPRESS, metavar="S",
                        help="the longest time of a request, and the default")  # fmt: skip
+    serve.add_argument("triton_options", nargs="*", metavar="-- TRITON_OPTION",
+                       help="after --, options of tritonserver, as they are")  # fmt: skip
     _add_engine_options(serve)
 
     health = commands.add_parser("health", help="ask a server for a token; status 1 if it is ill")
@@ -143,6 +145,7 @@ def _serve(args: argparse.Namespace) -> int:
         _deployment(args),
         startup_timeout=args.startup_timeout,
         grace=args.grace,
+        triton_options=args.triton_options,
     )
 
 

@@ -105,8 +105,15 @@ def meeting_place(server: int) -> Path:
     directory = meeting_path(server)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (directory.parent, directory):
+        if not is_own(path):
+            raise PermissionError(f"{path} belongs to somebody else")
         path.chmod(0o700)
     return directory
+
+
+def is_own(path: Path) -> bool:
+    """Whether this user made it; of a link it is the link that counts."""
+    return path.lstat().st_uid == os.getuid()
 
 
 def shared_key(directory: Path) -> bytes:

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as TritonModelConfig
 from sangam_backend.config import ConfigError, EngineConfig
 from sangam_backend.device import pick_device
 from sangam_backend.handover import meeting_path
-from sangam_backend.leftovers import claimed_name, directory_of, sweep
+from sangam_backend.leftovers import claimed_name, directory_of, make_private, sweep
 from sangam_backend.models import check_checkpoint
 from sangam_backend.watch import FROZEN_SECONDS, Watch
 
@@ -92,8 +92,12 @@ def serve(
     deployment: Deployment,
     startup_timeout: float,
     grace: float,
+    triton_options: Sequence[str],
 ) -> int:
     """Runs a server until SIGINT or SIGTERM, or until it ends by itself.
+
+    Args:
+        triton_options: Of tritonserver, after those that it always gets.
 
     Returns:
         The exit status of the command: 0 after a signal.
@@ -112,7 +116,9 @@ def serve(
         triton = find_triton(work)
         repository = work / "models"
         write_repository(repository, deployment, dataclasses.replace(config, model=str(directory)))
-        server = Server(triton, repository, endpoints, startup_timeout, grace, name)
+        server = Server(
+            triton, repository, endpoints, startup_timeout, grace, name, triton_options
+        )
         with stop_signals(server), server:
             if not server.wait_until_ready():
                 return server.failed_start()
@@ -131,6 +137,7 @@ class Server:
         startup_timeout: float,
         grace: float,
         region: str,
+        options: Sequence[str] = (),
     ) -> None:
         """The names of its shared memory begin with `region`; it stays to be removed."""
         self.triton = triton
@@ -143,6 +150,7 @@ class Server:
         self._restarts: list[float] = []
         self._key = secrets.token_hex(16)
         self._region = region
+        self._options = options
 
     def __enter__(self) -> Server:
         self._start()
@@ -236,7 +244,9 @@ class Server:
     def wait_until_ready(self) -> bool:
         deadline = time.monotonic() + self.startup_timeout
         while time.monotonic() < deadline and self.process.poll() is None and not self.stopping:
-            if self._is_ready():
+            ready = self._is_ready()
+            make_private(self._region)
+            if ready:
                 self._is_serving = True
                 return True
             time.sleep(0.1)
@@ -337,6 +347,7 @@ class Server:
             "--grpc-keepalive-timeout=5000",
             "--grpc-http2-min-recv-ping-interval-without-data=5000",
             f"--backend-config=python,shm-region-prefix-name={self._region}",
+            *self._options,
         ]
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from sangam_backend.handover import is_running, meeting_path
+from sangam_backend.handover import is_own, is_running, meeting_path
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -38,6 +38,16 @@ def directory_of(name: str) -> Path:
     return Path(tempfile.gettempdir()) / name
 
 
+def make_private(name: str) -> None:
+    """Closes shared memory, through which requests and answers pass, to other users.
+
+    Triton makes it readable for all, whatever the umask.
+    """
+    for path in SHARED_MEMORY.glob(f"{name}*"):
+        with contextlib.suppress(FileNotFoundError):
+            path.chmod(0o600)
+
+
 def sweep() -> None:
     """Removes what servers of this user that were killed have left."""
     for path in SHARED_MEMORY.glob("sangam_*.lock"):
@@ -50,9 +60,11 @@ def sweep() -> None:
                     _clear(path.stem)
             finally:
                 os.close(lock)
-    for place in meeting_path(0).parent.glob("[0-9]*"):
-        if not is_running(int(place.name)):
-            shutil.rmtree(place, ignore_errors=True)
+    places = meeting_path(0).parent
+    if places.exists() and is_own(places):
+        for place in places.iterdir():
+            if not is_running(int(place.name)):
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def _clear(name: str) -> None:

@@ -131,5 +131,7 @@ def _total(values: Iterable[int | None]) -> int | None:
 def transport_error(error: Any, timeout: float | None) -> SangamError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
         return SangamError(f"timed out after {timeout:g} s")
-    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+    # Triton's answer to a wrong key has that code too.
+    refused = str(error.details()).startswith("This protocol is restricted")
+    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE and not refused
     return SangamError(f"{error.code().name}: {error.details()}", unavailable=unavailable)

@@ -221,8 +221,8 @@ def launched(
 ) -> Iterator[Serving]:
     ports = ports or free_ports(3)
     named = zip(("--http-port", "--grpc-port", "--metrics-port"), map(str, ports))
-    command = [*SANGAM, "serve", "--model", str(model), *options]
-    command += [word for pair in named for word in pair]
+    command = [*SANGAM, "serve", "--model", str(model)]
+    command += [*(word for pair in named for word in pair), *options]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
     server = Serving(process, ports, log)
