@@ -45,16 +45,18 @@ def ask(client: Client, question: str) -> None:
     """Streams one answer: each piece of text in brackets, as it was committed."""
     print(f"\n> {question}\n  ", end="")
     started = time.perf_counter()
-    prompt_tokens = tokens = 0
+    prompt_tokens = tokens = forwards = 0
     reason = None
     for chunk in client.stream([{"role": "user", "content": question}], max_tokens=96):
         print(f"[{chunk.text}]" if chunk.text else "", end="", flush=True)
         prompt_tokens = chunk.num_input_tokens or prompt_tokens
         tokens += chunk.num_output_tokens or 0
+        forwards = chunk.num_forwards or forwards
         reason = chunk.finish_reason or reason
     seconds = time.perf_counter() - started
+    generated = f"{tokens} generated in {forwards} forward{'s' * (forwards != 1)}"
     speed = f"{tokens / seconds:.0f} tokens/s"
-    print(f"\n  {prompt_tokens} prompt tokens, {tokens} generated, {reason}, {speed}")
+    print(f"\n  {prompt_tokens} prompt tokens, {generated}, {reason}, {speed}")
 
 
 if __name__ == "__main__":

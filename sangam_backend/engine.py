@@ -131,7 +131,7 @@ class Engine:
         """Goes on with a request whose block, handed over, another instance has finished.
 
         Args:
-            num_forwards: That the other instance has run.
+            num_forwards: Of the request so far.
         """
         self._post(lambda: self._take_back(request, tokens, num_forwards))
 
@@ -265,7 +265,7 @@ class Engine:
             return []
         self._forget_export(request)
         output = self.scheduler.take_back(request, tokens)
-        request.num_forwards += num_forwards - 1
+        request.num_forwards = num_forwards
         return self._queue(request) if output is None else [Emission(request, output)]
 
     def _release(self, request: Request) -> list[Emission]:

@@ -43,7 +43,7 @@ class Frontend:
         """The request of a handover, as it stands there."""
         request = self._make(handover.request_id, handover.prompt, handover.params, stream)
         request.arrival = handover.arrival
-        request.resume(handover.canvas)
+        request.resume(handover.canvas, handover.num_forwards)
         return request
 
     def _make(

@@ -58,6 +58,8 @@ class Handover:
     params: SamplingParams
     canvas: list[int]
     """Tokens of the blocks before."""
+    num_forwards: int
+    """That they took."""
     prefill_follows: bool
     """Whether the owner runs the prefill and will report it, else the decode instance has to."""
     deadline: float | None

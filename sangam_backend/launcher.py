@@ -116,9 +116,7 @@ def serve(
         triton = find_triton(work)
         repository = work / "models"
         write_repository(repository, deployment, dataclasses.replace(config, model=str(directory)))
-        server = Server(
-            triton, repository, endpoints, startup_timeout, grace, name, triton_options
-        )
+        server = Server(triton, repository, endpoints, startup_timeout, grace, name, triton_options)
         with stop_signals(server), server:
             if not server.wait_until_ready():
                 return server.failed_start()

@@ -120,6 +120,8 @@ class Output(NamedTuple):
     done: bool = False
     """Nothing more comes from this engine: the request has ended, or its block where the engine
     was given only that."""
+    num_forwards: int = 0
+    """Of the request so far."""
 
 
 class Prefilled(NamedTuple):
@@ -211,12 +213,14 @@ class Request:
         self.forward_in_block = 0
         self.masks = self.params.block_length
 
-    def resume(self, canvas: Sequence[int]) -> None:
+    def resume(self, canvas: Sequence[int], num_forwards: int) -> None:
         """Takes over a request for its next block alone, the ones before it committed elsewhere.
 
         Args:
             canvas: The tokens of the blocks before; whoever committed them has told the client.
+            num_forwards: What they took.
         """
+        self.num_forwards = num_forwards
         self.canvas[: len(canvas)] = canvas
         self.block = self.last_block = self.finished_blocks = (
             len(canvas) // self.params.block_length
@@ -230,10 +234,7 @@ class Request:
         tokens, self.prefilled = self.prefilled.tokens, None
         self.forward_in_block = 1
         self.masks = tokens.count(self.mask_token_id)
-        output = self.advance(self.block, tokens)
-        # That forward is the other instance's.
-        self.num_forwards -= 1
-        return output
+        return self.advance(self.block, tokens)
 
     def advance(self, block: int, tokens: Sequence[int]) -> Output | None:
         """Takes a block's tokens after a forward.
@@ -274,6 +275,11 @@ class Request:
         self._held_ids += ids
         if self.finish_reason is None and not (self.stream and self._held_ids):
             return None
-        output = Output(self._held_text, self._held_ids, self.finish_reason)
+        output = Output(
+            self._held_text,
+            self._held_ids,
+            self.finish_reason,
+            num_forwards=self.num_forwards,
+        )
         self._held_text, self._held_ids = "", []
         return output

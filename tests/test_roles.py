@@ -77,6 +77,7 @@ class Cluster:
             prompt=request.prompt,
             params=request.params,
             canvas=request.canvas[: request.block * request.params.block_length],
+            num_forwards=request.num_forwards,
             prefill_follows=prefill_follows,
             deadline=None,
             options={},
@@ -152,6 +153,7 @@ def test_random_requests(name: str, overflow: int) -> None:
         told = cluster.told[request]
         ids, reason = told.answer
         assert (ids, reason, request.num_forwards) == expected_answer(cluster, job)
+        assert told.pieces[-1].num_forwards == request.num_forwards
         assert request in cluster.streams or len(told.pieces) == 1
     counts = cluster.prefill.counts
     assert bool(counts.overflowed) == bool(overflow)
@@ -225,6 +227,7 @@ def test_a_handover_from_elsewhere_is_refused() -> None:
         prompt=request.prompt,
         params=request.params,
         canvas=[],
+        num_forwards=0,
         prefill_follows=True,
         deadline=None,
         options={},

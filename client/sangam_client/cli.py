@@ -60,6 +60,7 @@ def _usage(completion: Completion, seconds: float) -> str:
     generated = completion.num_output_tokens or 0
     return (
         f"{completion.num_input_tokens} prompt tokens, {generated} generated tokens, "
+        f"{completion.num_forwards} forwards, "
         f"{seconds:.2f} s, {generated / seconds:.1f} tokens/s, {completion.finish_reason}"
     )
 

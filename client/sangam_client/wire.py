@@ -39,6 +39,7 @@ class Chunk:
     finish_reason: str | None
     num_input_tokens: int | None
     num_output_tokens: int | None  # of this chunk alone
+    num_forwards: int | None  # of the answer so far
     final: bool
 
 
@@ -49,6 +50,7 @@ class Completion:
     finish_reason: str | None
     num_input_tokens: int | None
     num_output_tokens: int | None
+    num_forwards: int | None
 
 
 def infer_request(
@@ -62,7 +64,7 @@ def infer_request(
         _add_string(request, "sampling_parameters", json.dumps(sampling))
     _add_flag(request, "stream", stream)
     _add_flag(request, "exclude_input_in_output", True)
-    for output in ("finish_reason", "num_input_tokens", "num_output_tokens"):
+    for output in ("finish_reason", "num_input_tokens", "num_output_tokens", "num_forwards"):
         _add_flag(request, f"return_{output}", True)
     return request
 
@@ -98,6 +100,7 @@ def parse_response(response: Any) -> Chunk:
         finish_reason=b"".join(_values(result, "finish_reason")).decode() or None,
         num_input_tokens=_last(_values(result, "num_input_tokens")),
         num_output_tokens=_total(_values(result, "num_output_tokens")),
+        num_forwards=_last(_values(result, "num_forwards")),
         final=response.infer_response.parameters["triton_final_response"].bool_param,
     )
 
@@ -115,6 +118,7 @@ def join(chunks: Iterable[Chunk]) -> Completion:
         finish_reason=_last([chunk.finish_reason for chunk in got]),
         num_input_tokens=_last([chunk.num_input_tokens for chunk in got]),
         num_output_tokens=_total([chunk.num_output_tokens for chunk in got]),
+        num_forwards=_last([chunk.num_forwards for chunk in got]),
     )
 
 

@@ -19,6 +19,7 @@ class Options:
     return_finish_reason: bool
     return_num_input_tokens: bool
     return_num_output_tokens: bool
+    return_num_forwards: bool
 
     def outputs(self, request: Request, output: Output) -> dict[str, Any]:
         """A response's tensors by name: those that the client asked for."""
@@ -32,6 +33,8 @@ class Options:
             outputs["num_input_tokens"] = len(request.prompt)
         if self.return_num_output_tokens:
             outputs["num_output_tokens"] = len(output.ids)
+        if self.return_num_forwards:
+            outputs["num_forwards"] = output.num_forwards
         return outputs
 
 

@@ -112,8 +112,8 @@ class PrefillInstance(Instance):
 
     def _hand_over(self, request: Request, prefill_follows: bool) -> None:
         """See `Peers.hand_over`."""
-        id = self._lend(request, guard=False)
-        self._outbox.put(lambda: self._send_handover(id, prefill_follows))
+        id, num_forwards = self._lend(request, guard=False), request.num_forwards
+        self._outbox.put(lambda: self._send_handover(id, prefill_follows, num_forwards))
 
     def _prefilled(self, request: Request, prefilled: Prefilled) -> None:
         """See `Peers.prefilled`."""
@@ -157,7 +157,8 @@ class PrefillInstance(Instance):
             del self._blocks[lent.request]
         return lent
 
-    def _send_handover(self, id: str, prefill_follows: bool) -> None:
+    def _send_handover(self, id: str, prefill_follows: bool, num_forwards: int = 0) -> None:
+        """`num_forwards` as it was before the prefill, which may have run meanwhile."""
         with self.room:
             lent = self._lent.get(id)
             client = self._clients.get(lent.request) if lent is not None else None
@@ -174,6 +175,7 @@ class PrefillInstance(Instance):
             prompt=[] if lent.guard else request.prompt,
             params=request.params,
             canvas=request.canvas[: request.block * request.params.block_length],
+            num_forwards=num_forwards,
             prefill_follows=prefill_follows,
             deadline=client.deadline,
             options=asdict(client.options),

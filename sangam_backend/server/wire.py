@@ -104,6 +104,7 @@ def _options(request: Any, prompt: Prompt) -> Options:
         return_finish_reason=bool(_scalar(request, "return_finish_reason")),
         return_num_input_tokens=bool(_scalar(request, "return_num_input_tokens")),
         return_num_output_tokens=bool(_scalar(request, "return_num_output_tokens")),
+        return_num_forwards=bool(_scalar(request, "return_num_forwards")),
     )
 
 

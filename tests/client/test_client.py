@@ -93,13 +93,14 @@ def test_generate_is_the_stream_joined(client: Client) -> None:
     done = client.generate(WORDS, max_tokens=4)
     assert (done.text, done.finish_reason) == ("the quick  brown fox\n", "length")
     assert done.output_ids == [4, 7, 6, 4]
-    assert (done.num_input_tokens, done.num_output_tokens) == (6, 4)
+    assert (done.num_input_tokens, done.num_output_tokens, done.num_forwards) == (6, 4, 7)
 
 
 def test_generate_without_any_output(client: Client) -> None:
     done = client.generate("silent")
     assert (done.text, done.output_ids, done.finish_reason) == ("", [], None)
-    assert (done.num_input_tokens, done.num_output_tokens) == (None, None)
+    counts = (done.num_input_tokens, done.num_output_tokens, done.num_forwards)
+    assert counts == (None, None, None)
 
 
 def test_inputs_arrive_as_sent(client: Client) -> None:
@@ -108,6 +109,7 @@ def test_inputs_arrive_as_sent(client: Client) -> None:
         "return_finish_reason": [True],
         "return_num_input_tokens": [True],
         "return_num_output_tokens": [True],
+        "return_num_forwards": [True],
         "stream": [False],
     }
     sampling: dict[str, Any] = {"show": True, "stop": ["a", 'b"'], "temperature": 0.5}

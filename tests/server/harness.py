@@ -38,11 +38,13 @@ DATATYPES = {
     "return_finish_reason": ("BOOL", np.bool_),
     "return_num_input_tokens": ("BOOL", np.bool_),
     "return_num_output_tokens": ("BOOL", np.bool_),
+    "return_num_forwards": ("BOOL", np.bool_),
 }
 EVERYTHING = {
     "return_finish_reason": True,
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
+    "return_num_forwards": True,
 }
 
 CHAT = [{"role": "user", "content": "Reverse the letters h o u s e."}]

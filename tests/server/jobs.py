@@ -61,6 +61,7 @@ def ask(server: Serving, line: dict[str, Any], stream: bool) -> dict[str, Any]:
         "output_ids": answer.ids,
         "text_output": answer.text,
         "finish_reason": answer.finish_reason,
+        "num_forwards": answer.pieces[-1]["num_forwards"],
     }
 
 
@@ -71,7 +72,4 @@ def generated(lines: list[dict[str, Any]], folder: Path, *options: str) -> list[
     files = ("--model", str(TINY), "--input", str(source), "--output", str(target))
     done = run_sangam("generate", *files, *options)
     assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in target.read_text().splitlines()]
-    for answer in answers:
-        del answer["num_forwards"]
-    return answers
+    return [json.loads(line) for line in target.read_text().splitlines()]

@@ -41,6 +41,9 @@ def test_prompt_forms(
     assert answer.finish_reason == expected.finish_reason.value
     assert all(piece["finish_reason"] == "" for piece in answer.pieces[:-1])
     assert sum(piece["num_output_tokens"] for piece in answer.pieces) == len(expected.ids)
+    forwards = [piece["num_forwards"] for piece in answer.pieces]
+    assert forwards == sorted(set(forwards))
+    assert forwards[-1] == expected.num_forwards
     prompt_length = len(oracle.frontend.encode(prompt))
     assert {piece["num_input_tokens"] for piece in answer.pieces} == {prompt_length}
     if not stream:

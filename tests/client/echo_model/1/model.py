@@ -96,6 +96,7 @@ def response(pieces: list[Any], num_input_tokens: int, finish_reason: str | None
     if finish_reason is not None:
         outputs["finish_reason"] = np.array([finish_reason.encode()], dtype=object)
         outputs["num_input_tokens"] = np.array([num_input_tokens], dtype=np.uint32)
+        outputs["num_forwards"] = np.array([7], dtype=np.uint32)
     return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])
 
 
