@@ -1,10 +1,11 @@
 """Open-loop load on a server over gRPC: every request is sent when it is due.
 
     python perf/bench_serve.py --url localhost:8001 --rate 4 --requests 200 --output load
-    python perf/bench_serve.py --model CHECKPOINT --mode hybrid --trace trace.jsonl --output load
+    python perf/bench_serve.py --model CHECKPOINT --mode hybrid --trace trace.jsonl --output load \\
+      --serve "--prefill-instances 2 --gpus 0,1"
 
 The first loads a running server, the second starts one. The output is a folder: summary.json,
-requests.csv, and a plot.
+requests.csv, and latency.svg.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import csv
 import dataclasses
 import json
 import math
+import shlex
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from load_plot import plot
 from sangam_client import AsyncClient, SangamError
 from tqdm import tqdm
 from workload import Job, make_jobs, read_trace
@@ -49,6 +53,8 @@ class Outcome:
     prompt_tokens: int = 0
     output_tokens: int = 0
     """Up to the end of the answer, not of the canvas."""
+    forwards: int = 0
+    """Of the model, for its answer."""
     error: str = ""
 
     @property
@@ -76,9 +82,10 @@ async def send(
                 last = now
             outcome.prompt_tokens = chunk.num_input_tokens or outcome.prompt_tokens
             outcome.output_tokens += chunk.num_output_tokens or 0
-        outcome.latency = time.perf_counter() - due
+            outcome.forwards = chunk.num_forwards or outcome.forwards
     except SangamError as error:
         outcome.error = str(error)
+    outcome.latency = time.perf_counter() - due
     return outcome
 
 
@@ -131,22 +138,25 @@ def samples(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     }
 
 
+def count_failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    return dict(Counter(outcome.error for outcome in outcomes if outcome.error))
+
+
 def summarise(outcomes: Sequence[Outcome], seconds: float, sla: dict[str, float]) -> dict[str, Any]:
     """What an operator asks of a load test."""
     good = [outcome for outcome in outcomes if not outcome.error]
     tokens = sum(outcome.output_tokens for outcome in good)
+    forwards = [outcome.forwards for outcome in good]
     met = [outcome for outcome in good if meets(outcome, sla)]
-    failures: dict[str, int] = {}
-    for outcome in outcomes:
-        if outcome.error:
-            failures[outcome.error] = failures.get(outcome.error, 0) + 1
     return {
         "requests": len(outcomes),
         "failed": len(outcomes) - len(good),
-        "failures": failures,
+        "failures": count_failures(outcomes),
         "seconds": round(seconds, 3),
         "requests/s": round(len(good) / seconds, 3),
         "output tokens/s": round(tokens / seconds, 1),
+        "output tokens/forward": round(tokens / max(sum(forwards), 1), 2),
+        "forwards": spread(forwards),
         **{metric: spread(values) for metric, values in samples(outcomes).items()},
         "sent late": spread([outcome.late for outcome in outcomes]),
         "sla": sla,
@@ -185,27 +195,6 @@ def write_requests(path: Path, outcomes: Sequence[Outcome]) -> None:
             writer.writerow(row | {"commits": commits})
 
 
-def plot(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Distributions, and latency over the time of arrival."""
-    from matplotlib.figure import Figure
-
-    good = [outcome for outcome in outcomes if not outcome.error]
-    figure = Figure(figsize=(10, 3.5), layout="constrained")
-    distribution, course = figure.subplots(1, 2)
-    for name, values in (
-        ("first text", [outcome.first_text for outcome in good]),
-        ("latency", [outcome.latency for outcome in good]),
-    ):
-        ordered = sorted(value for value in values if not math.isnan(value))
-        shares = [100 * (index + 1) / len(ordered) for index in range(len(ordered))]
-        distribution.plot(ordered, shares, label=name)
-        course.scatter([outcome.arrival for outcome in good], values, s=8, label=name)
-    distribution.set(xlabel="seconds", ylabel="% of the requests")
-    course.set(xlabel="arrival, s", ylabel="seconds")
-    distribution.legend()
-    figure.savefig(path)
-
-
 @contextlib.contextmanager
 def loaded_server(args: argparse.Namespace) -> Iterator[str]:
     """The address of the server to load: the given one, or one of our own."""
@@ -213,7 +202,7 @@ def loaded_server(args: argparse.Namespace) -> Iterator[str]:
         yield args.url
         return
     args.output.mkdir(parents=True, exist_ok=True)
-    options = ["--model", args.model, f"--mode={args.mode}", *args.serve]
+    options = ["--model", args.model, f"--mode={args.mode}", *shlex.split(args.serve)]
     with background_server(options, args.output / "server.log", START_SECONDS) as server:
         yield server.url
 
@@ -224,12 +213,14 @@ def main() -> None:
     server.add_argument("--url", help="gRPC address of a running server")
     server.add_argument("--model", help="start a server on this checkpoint")
     parser.add_argument("--mode", default="colocated")
-    parser.add_argument("--serve", nargs="*", default=[], help="further options of `sangam serve`")
-    parser.add_argument("--trace", type=Path, help="JSON lines, see workload.read_trace")
+    parser.add_argument("--serve", default="", help="further options of `sangam serve`, a string")
+    parser.add_argument(
+        "--trace", type=Path, help="a whole load in place of lengths and arrivals: see read_trace"
+    )
     parser.add_argument("--trace-speed", type=float, default=1.0)
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--rate", type=float, default=0.0, help="requests/s; 0 sends all at once")
-    parser.add_argument("--arrivals", default="poisson", help="poisson, static or gamma:CV")
+    parser.add_argument("--arrivals", default="poisson", help="see workload.gaps")
     parser.add_argument("--prompt-lengths", default="512", help="see workload.parse_lengths")
     parser.add_argument("--output-lengths", default="256", help="as --prompt-lengths")
     parser.add_argument("--vocabulary", type=int, default=256, help="random ids are below it")
@@ -250,17 +241,18 @@ def main() -> None:
                 args.output_lengths, args.vocabulary, args.seed,
             )
         )  # fmt: skip
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(f"bench_serve: {error}") from None
     with loaded_server(args) as url:
-        answer_warm_up(url, jobs[: args.warm_up], args.deadline, args.sampling)
+        warm = answer_warm_up(url, jobs[: args.warm_up], args.deadline, args.sampling)
         outcomes, seconds = asyncio.run(run_load(url, jobs, args.deadline, args.sampling))
     settings = {key: str(value) for key, value in vars(args).items()}
     summary = {"settings": settings} | summarise(outcomes, seconds, sla)
+    summary["warm-up failures"] = count_failures(warm)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "summary.json").write_text(json.dumps(summary, indent=1))
     write_requests(args.output / "requests.csv", outcomes)
-    plot(args.output / "latency.svg", outcomes)
+    plot(args.output / "latency.svg", outcomes, samples(outcomes))
     print(json.dumps({key: value for key, value in summary.items() if key != "settings"}, indent=1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +27,14 @@ class Job:
     seed: int
 
 
-def parse_lengths(text: str) -> Lengths:
-    """`512`, `uniform:64:512`, or `zipf:1.2:64:1024` (the shorter, the more often)."""
+def parse_lengths(text: str, field: str = "max_tokens") -> Lengths:
+    """`512`, `uniform:64:512`, `zipf:1.2:64:1024` (the shorter, the more often), or `trace:FILE`:
+    the numbers that the lines of a trace have as `field`, in their order, again and again.
+    """
     kind, *numbers = text.split(":")
+    if kind == "trace" and numbers:
+        recorded = itertools.cycle(_field_of_trace(Path(text.partition(":")[2]), field))
+        return lambda rng: next(recorded)
     if not numbers:
         fixed = int(kind)
         return lambda rng: fixed
@@ -40,12 +46,18 @@ def parse_lengths(text: str) -> Lengths:
         lengths = range(low, high + 1)
         weights = [(1 + length - low) ** -exponent for length in lengths]
         return lambda rng: rng.choices(lengths, weights)[0]
-    raise ValueError(f"lengths are {text!r}, must be N, uniform:LOW:HIGH or zipf:EXPONENT:LOW:HIGH")
+    raise ValueError(
+        f"lengths are {text!r}, must be N, uniform:LOW:HIGH, zipf:EXPONENT:LOW:HIGH or trace:FILE"
+    )
 
 
 def gaps(kind: str, rate: float, rng: random.Random) -> Iterator[float]:
-    """Seconds between arrivals: `poisson`, `static`, or `gamma:CV` (CV 1 is Poisson)."""
+    """Seconds between arrivals: `poisson`, `static`, `gamma:CV` (CV 1 is Poisson), or the pattern
+    of the arrivals in `trace:FILE`.
+    """
     name, _, variation = kind.partition(":")
+    if name == "trace" and variation:
+        yield from gaps_at_rate(sorted(_field_of_trace(Path(variation), "arrival")), rate)
     while True:
         if name == "static":
             yield 1 / rate
@@ -55,7 +67,9 @@ def gaps(kind: str, rate: float, rng: random.Random) -> Iterator[float]:
             shape = float(variation) ** -2
             yield rng.gammavariate(shape, 1 / (rate * shape))
         else:
-            raise ValueError(f"arrivals are {kind!r}, must be poisson, static or gamma:CV")
+            raise ValueError(
+                f"arrivals are {kind!r}, must be poisson, static, gamma:CV or trace:FILE"
+            )
 
 
 def make_jobs(
@@ -69,7 +83,8 @@ def make_jobs(
 ) -> list[Job]:
     """Random prompts; with a rate of 0 all arrive at once."""
     rng = random.Random(seed)
-    prompt_length, output_length = map(parse_lengths, (prompt_lengths, output_lengths))
+    prompt_length = parse_lengths(prompt_lengths, "prompt_tokens")
+    output_length = parse_lengths(output_lengths, "max_tokens")
     waits = gaps(arrivals, rate, rng) if rate else iter(lambda: 0.0, None)
     jobs: list[Job] = []
     now = 0.0
@@ -109,14 +124,38 @@ def at_rate(jobs: Sequence[Job], rate: float, count: int) -> list[Job]:
     Raises:
         ValueError: fewer than two arrivals, or all at once: they have no pattern.
     """
-    span = jobs[-1].arrival - jobs[0].arrival if jobs else 0.0
+    waits = gaps_at_rate([job.arrival for job in jobs], rate)
+    arrivals = itertools.accumulate(waits, initial=0.0)
+    return [
+        dataclasses.replace(job, arrival=arrival)
+        for job, arrival in zip(itertools.cycle(jobs), itertools.islice(arrivals, count))
+    ]
+
+
+def gaps_at_rate(arrivals: Sequence[float], rate: float) -> Iterator[float]:
+    """Seconds between arrivals that keep a pattern, again and again, at `rate` a second.
+
+    Raises:
+        ValueError: fewer than two arrivals, or all at once: they have no pattern.
+    """
+    span = arrivals[-1] - arrivals[0] if arrivals else 0.0
     if not span:
         raise ValueError("all requests of the trace arrive at once, a rate needs their arrivals")
-    speed = rate * span / (len(jobs) - 1)
-    repeated = []
-    for number in range(count):
-        turn, place = divmod(number, len(jobs))
-        job = jobs[place]
-        arrival = turn * len(jobs) / rate + (job.arrival - jobs[0].arrival) / speed
-        repeated.append(dataclasses.replace(job, arrival=arrival))
-    return repeated
+    scale = (len(arrivals) - 1) / (span * rate)
+    between = [scale * (later - earlier) for earlier, later in itertools.pairwise(arrivals)]
+    return itertools.cycle([*between, 1 / rate])
+
+
+def _field_of_trace(path: Path, field: str) -> list[Any]:
+    """A field of every line.
+
+    Raises:
+        ValueError: it is missing; the message names the line.
+    """
+    values = []
+    for number, line in enumerate(path.read_text().splitlines()):
+        entry = json.loads(line)
+        if not isinstance(entry.get(field), int | float):
+            raise ValueError(f"{path}, line {number + 1}: {field} is {entry.get(field)!r}")
+        values.append(entry[field])
+    return values

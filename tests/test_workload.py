@@ -65,15 +65,35 @@ def test_traces(tmp_path: Path) -> None:
         read_trace(path, vocabulary=50, seed=0)
 
 
+def test_arrivals_and_lengths_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [(3, 30, 8), (1, 10, 4), (2, 20, 6)]
+    names = ("arrival", "prompt_tokens", "max_tokens")
+    path.write_text("".join(json.dumps(dict(zip(names, line))) + "\n" for line in lines))
+    recorded = f"trace:{path}"
+    jobs = make_jobs(5, "static", 2.0, recorded, recorded, 100, seed=0)
+    assert [len(job.prompt) for job in jobs] == [30, 10, 20, 30, 10]
+    assert [job.max_tokens for job in jobs] == [8, 4, 6, 8, 4]
+    jobs = make_jobs(4, recorded, 2.0, "4", "uniform:1:9", 100, seed=0)
+    assert [job.arrival for job in jobs] == [0.0, 0.5, 1.0, 1.5]
+    path.write_text('{"arrival": 1, "max_tokens": 4}\n')
+    with pytest.raises(ValueError, match=r"line 1: prompt_tokens is None"):
+        make_jobs(1, "static", 2.0, recorded, recorded, 100, seed=0)
+    with pytest.raises(ValueError, match="arrive at once"):
+        make_jobs(1, recorded, 2.0, "4", "4", 100, seed=0)
+
+
 def test_the_report() -> None:
     outcomes = [
-        Outcome(0.1 * n, first_text=n, latency=2.0 * n, commits=[0.5], output_tokens=10)
+        Outcome(0.1 * n, first_text=n, latency=2.0 * n, commits=[0.5], output_tokens=10, forwards=n)
         for n in range(1, 11)
     ]
     outcomes.append(Outcome(2.0, error="gone"))
     report = summarise(outcomes, seconds=5.0, sla={"first_text": 4.0})
     assert (report["requests"], report["failed"], report["failures"]) == (11, 1, {"gone": 1})
     assert report["output tokens/s"] == 20.0
+    assert report["output tokens/forward"] == round(100 / 55, 2)
+    assert report["forwards"] == {"p50": 5, "p90": 9, "p95": 10, "p99": 10, "max": 10}
     assert report["first text"] == {"p50": 5, "p90": 9, "p95": 10, "p99": 10, "max": 10}
     assert report["latency by token"]["max"] == 2.0
     assert report["goodput requests/s"] == 0.8
