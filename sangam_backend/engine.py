@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from sangam_backend.config import EngineConfig
 from sangam_backend.device import count_pages, pick_device, pick_dtype
 from sangam_backend.frontend import open_frontend
-from sangam_backend.histogram import Histogram
+from sangam_backend.histogram import REQUESTS, Histogram
 from sangam_backend.models import load_model
 from sangam_backend.pages import PAGE_SIZE, PageAllocator
 from sangam_backend.plan import Row, StepPlan
@@ -40,6 +40,8 @@ class Counts:
     """By what they hold: prefill, decode or mixed."""
     forwards: Counter[str] = field(default_factory=Counter)
     """Rows of the iterations, prefill or decode."""
+    batch: Histogram = field(default_factory=lambda: Histogram(REQUESTS))
+    """Requests of an iteration."""
     tokens: int = 0
     blocks: int = 0
     handed_over: int = 0
@@ -57,6 +59,7 @@ class Counts:
         self.iterations[kind] += 1
         self.forwards["prefill"] += prefills
         self.forwards["decode"] += decodes
+        self.batch.observe(len(rows))
         self.tokens += sum(row.num_tokens for row in rows)
         now = time.monotonic()
         for row in rows:

@@ -16,9 +16,11 @@ from sangam_backend.config import EngineConfig
 from sangam_backend.models import read_config
 from sangam_backend.parameters import KNOWN
 from sangam_backend.request import ErrorCode
+from sangam_backend.server.readings import COUNTERS, GAUGES, HISTOGRAMS
 
 ROOT = Path(__file__).parents[1]
 OPERATING = (ROOT / "docs/operating.md").read_text()
+README = (ROOT / "README.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -96,6 +98,19 @@ def test_every_sampling_parameter_has_its_row_and_no_other() -> None:
 def test_every_error_code_has_its_row_and_no_other() -> None:
     rows = re.findall(r"^\| `\[(\w+)\]` \|", API, re.MULTILINE)
     assert sorted(rows) == sorted(code.value for code in ErrorCode)
+
+
+def test_every_metric_is_listed_and_on_the_dashboard_and_no_other() -> None:
+    parts = {f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
+    metrics = {*GAUGES, *COUNTERS, *HISTOGRAMS} - parts
+    listed = README.partition("**Metrics**")[2].partition("\n## ")[0]
+    assert set(re.findall(r"sangam_\w+", listed)) == metrics
+    dashboard = (ROOT / "docker/grafana/dashboards/sangam.json").read_text()
+    asked = {
+        re.sub(r"_(bucket|sum|count)$", "", name)
+        for name in set(re.findall(r"sangam_\w+", dashboard))
+    }
+    assert asked == metrics
 
 
 def test_the_modules_named_in_the_architecture_exist() -> None:

@@ -49,7 +49,7 @@ class Entrance:
                 self._count()
         if full:
             text = f"{self._most} requests wait already, that is the limit (max_queue_size)"
-            self._instance.refuse(reply, RequestError(ErrorCode.UNAVAILABLE, text))
+            reply.refuse(RequestError(ErrorCode.UNAVAILABLE, text))
         elif self._most is not None:
             self._channel.send(Queued(message.id))
 
@@ -61,7 +61,7 @@ class Entrance:
                 first = self._waiting.popleft() if self._may_enter() else None
                 self._count()
             for waiting, fault in faults:
-                self._instance.refuse(waiting.reply, fault)
+                waiting.reply.refuse(fault)
             if first is not None:
                 self._instance.accept(first.content, first.reply)
                 self._channel.send(Entered(first.id))

@@ -35,6 +35,7 @@ from sangam_backend.server.channel import (
 )
 from sangam_backend.server.metrics import Metrics
 from sangam_backend.server.options import Incoming, cancelled_in_queue, shutting_down, timed_out
+from sangam_backend.server.readings import outcome_series
 from sangam_backend.server.sender import Sender
 from sangam_backend.server.wire import build_response, read_handover, read_request
 
@@ -134,10 +135,10 @@ class Host:
         try:
             self._enter(Visitor(self._read(triton_request), sender))
         except RequestError as error:
-            sender.refuse(error)
+            self._refuse(sender, error)
         except Exception as fault:
             pb_utils.Logger.log_error(traceback.format_exc())
-            sender.refuse(RequestError(ErrorCode.INTERNAL, repr(fault)))
+            self._refuse(sender, RequestError(ErrorCode.INTERNAL, repr(fault)))
 
     def _read(self, triton_request: Any) -> Any:
         if self._role == "decode":
@@ -156,8 +157,18 @@ class Host:
         self._run_thread.join()
         self._poll_thread.join()
         for visitor in self._take_all():
-            visitor.sender.refuse(shutting_down())
+            self._refuse(visitor.sender, shutting_down())
         self._metrics.close()
+
+    def _refuse(self, sender: Sender, error: RequestError) -> None:
+        """Every failure that a client is told passes here, whoever found it."""
+        self._count_failure(error)
+        sender.refuse(error)
+
+    def _count_failure(self, error: RequestError) -> None:
+        """A decode instance's are counted where the request came in."""
+        if self._role != "decode":
+            self._metrics.count(outcome_series(error.code.value.lower()))
 
     def _enter(self, visitor: Visitor) -> None:
         """An engine process that dies before it has taken a request leaves it to the next."""
@@ -251,7 +262,7 @@ class Host:
             return
         visitor.responded = True
         if message.error is not None:
-            visitor.sender.refuse(message.error)
+            self._refuse(visitor.sender, message.error)
         elif message.outputs is None:
             visitor.sender.finish()
         else:
@@ -269,9 +280,10 @@ class Host:
         for visitor in self._take_all(entered=True):
             told_there = self._role == "prefill" and visitor.responded
             if self._role == "decode" or told_there:
+                self._count_failure(error)
                 visitor.sender.finish()
             else:
-                visitor.sender.refuse(error)
+                self._refuse(visitor.sender, error)
 
     def _take_all(self, entered: bool = False) -> list[Visitor]:
         with self._changed:

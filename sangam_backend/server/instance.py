@@ -87,13 +87,9 @@ class Instance:
         try:
             self._accept(content, reply)
         except RequestError as error:
-            self.refuse(reply, error)
+            reply.refuse(error)
         except Exception as error:
             _refuse_after_fault(reply, error)
-
-    def refuse(self, reply: Reply, error: RequestError) -> None:
-        self._tally.outcomes[error.code.value.lower()] += 1
-        reply.refuse(error)
 
     def has_room(self) -> bool:
         return (
@@ -218,7 +214,7 @@ class Instance:
         if error is None:
             self._count_output(request, output, first=True)
         if output.done:
-            self._count_end(request, error)
+            self._count_end(request)
         if error is not None:
             client.reply.refuse(error)
             return
@@ -240,10 +236,10 @@ class Instance:
         if output.done:
             self._last_commit.pop(request, None)
 
-    def _count_end(self, request: Request, error: RequestError | None) -> None:
+    def _count_end(self, request: Request) -> None:
         self._last_commit.pop(request, None)
-        reason = request.finish_reason.value if request.finish_reason else ""
-        self._tally.outcomes[error.code.value.lower() if error else reason] += 1
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._tally.outcomes[request.finish_reason.value] += 1
         self._tally.whole.observe(time.monotonic() - request.arrival)
 
     def _take_client(self, request: Request, done: bool) -> Client | None:

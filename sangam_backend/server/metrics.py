@@ -17,7 +17,7 @@ ENGINE_GAUGES = {name: text for name, (text, _) in GAUGES.items()}
 
 
 class Metrics:
-    """May be written from several threads."""
+    """Any thread may write."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
@@ -37,6 +37,7 @@ class Metrics:
         """By the engine process of the moment, which counts from 0."""
 
     def write(self, values: Mapping[Series, float]) -> None:
+        """Takes over what the engine process has read."""
         with self._lock:
             for series, value in values.items():
                 metric = self._metric(series)
@@ -50,6 +51,11 @@ class Metrics:
         """The sign of life that the launcher looks for."""
         with self._lock:
             self._metric(UPTIME).set(time.monotonic() - self._started)
+
+    def count(self, series: Series) -> None:
+        """Counts one on top of what the engine process has read."""
+        with self._lock:
+            self._metric(series).increment(1.0)
 
     def restart(self) -> None:
         """The engine process has ended."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from sangam_backend.histogram import BOUNDS, Histogram
+from sangam_backend.histogram import Histogram
 
 if TYPE_CHECKING:
     from sangam_backend.engine import Engine
@@ -88,6 +88,7 @@ HISTOGRAMS = {
     "sangam_first_text_seconds": "From the arrival of a request to its first tokens",
     "sangam_between_commits_seconds": "Between tokens that became known together and the next",
     "sangam_request_seconds": "From the arrival of a request to its end",
+    "sangam_batch_size": "Requests of an iteration",
 }
 # Triton 24.10 gives Python models no histograms, so each is counters under the names that
 # Prometheus looks for.
@@ -102,6 +103,10 @@ COUNTERS: dict[str, str] = {
 }
 
 
+def outcome_series(outcome: str) -> Series:
+    return Series("sangam_requests_total", ("outcome", outcome))
+
+
 class Tally:
     """What an instance counts of its clients."""
 
@@ -110,6 +115,7 @@ class Tally:
         """Requests that wait to be accepted."""
         self.tokens: Counter[str] = Counter()
         self.outcomes: Counter[str] = Counter()
+        """Of requests that have not failed; failures are for the host to count."""
         self.first_text = Histogram()
         self.between_commits = Histogram()
         self.whole = Histogram()
@@ -125,16 +131,17 @@ def read_all(engine: Engine, tally: Tally) -> dict[Series, float]:
     for name, counted in (
         ("sangam_iterations_total", engine.counts.iterations),
         ("sangam_forwards_total", engine.counts.forwards),
-        ("sangam_requests_total", tally.outcomes),
     ):
         label = LABELLED_COUNTERS[name][1]
         values |= {Series(name, (label, value)): count for value, count in dict(counted).items()}
+    values |= {outcome_series(value): count for value, count in dict(tally.outcomes).items()}
     values |= {Series(name): tally.tokens[name] for name in TOKEN_COUNTERS}
     for name, histogram in (
         ("sangam_queue_seconds", engine.counts.queue),
         ("sangam_first_text_seconds", tally.first_text),
         ("sangam_between_commits_seconds", tally.between_commits),
         ("sangam_request_seconds", tally.whole),
+        ("sangam_batch_size", engine.counts.batch),
     ):
         values |= dict(_read_histogram(name, histogram))
     return values
@@ -142,7 +149,7 @@ def read_all(engine: Engine, tally: Tally) -> dict[Series, float]:
 
 def _read_histogram(name: str, histogram: Histogram) -> Iterator[tuple[Series, float]]:
     counts = histogram.cumulative()
-    for bound, count in zip((*map(str, BOUNDS), "+Inf"), counts):
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), counts):
         yield Series(f"{name}_bucket", ("le", bound)), count
     yield Series(f"{name}_sum"), histogram.sum
     yield Series(f"{name}_count"), counts[-1]

@@ -245,7 +245,7 @@ class PrefillInstance(Instance):
         error = self._ended.pop(request, None)
         if client is None:
             return
-        self._count_end(request, error)
+        self._count_end(request)
         if error is not None:
             client.reply.refuse(error)
         else:

@@ -187,6 +187,20 @@ class Serving:
             sums[name] = sums.get(name, 0) + float(value)
         return sums
 
+    def totals(self) -> dict[str, float]:
+        """As `gauges`, with the labels but model and instance in the names."""
+        _, text = self.http("/metrics", port=2)
+        sums: dict[str, float] = {}
+        for name, labels, value in re.findall(r"^(sangam_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+            own = re.sub(r'(model|instance)="[^"]*",?', "", labels).rstrip(",")
+            key = f"{name}{{{own}}}" if own else name
+            sums[key] = sums.get(key, 0) + float(value)
+        return sums
+
+    def outcomes(self, outcome: str) -> float:
+        """Requests that have ended so."""
+        return self.totals().get(f'sangam_requests_total{{outcome="{outcome}"}}', 0)
+
     def is_idle(self) -> bool:
         gauges = self.gauges()
         held = [f"sangam_requests_{state}" for state in ("waiting", "decoding", "handed_over")]

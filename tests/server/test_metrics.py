@@ -1,30 +1,27 @@
-"""What /metrics says after a load adds up to what the clients saw."""
+"""What /metrics says while a load runs and after it adds up to what the clients saw."""
 
 from __future__ import annotations
 
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server.harness import EVERYTHING, Answer, Serving, serving, wait_for
 
+from sangam_backend.server.readings import GAUGES
+
 REQUESTS = 24
-INVALID = "invalid_arg"
+REFUSED: list[dict[str, Any]] = [
+    {"input_ids": [5], "sampling_parameters": {"max_tokens": -1}},
+    # These do not get as far as the engine process.
+    {"text_input": b"caf\xe9"},
+    {"messages": "hello"},
+    {"input_ids": [5], "sampling_parameters": "{"},
+]
 MODES = ["colocated", "disaggregated", "hybrid"]
-
-
-def totals(server: Serving) -> dict[str, float]:
-    """Every counter, its labels but model and instance in its name, summed over the instances."""
-    _, text = server.http("/metrics", port=2)
-    sums: dict[str, float] = {}
-    for name, labels, value in re.findall(r"^(sangam_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
-        own = re.sub(r'(model|instance)="[^"]*",?', "", labels).rstrip(",")
-        key = f"{name}{{{own}}}" if own else name
-        sums[key] = sums.get(key, 0) + float(value)
-    return sums
 
 
 def ask(server: Serving, number: int) -> tuple[Answer, float]:
@@ -39,15 +36,20 @@ def ask(server: Serving, number: int) -> tuple[Answer, float]:
 def test_metrics_add_up(mode: str, tmp_path: Path) -> None:
     options = ("--prefill-overflow-tokens=100",) if mode == "hybrid" else ()
     with serving(tmp_path / "log", f"--mode={mode}", *options) as server:
+        scrapes = []
         with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda number: ask(server, number), range(REQUESTS)))
-        refused = server.ask({"input_ids": [5], "sampling_parameters": {"max_tokens": -1}})
-        assert refused.error is not None
+            asked = [pool.submit(ask, server, number) for number in range(REQUESTS)]
+            while not all(future.done() for future in asked):
+                scrapes.append(server.totals())
+                time.sleep(0.01)
+        answers = [future.result() for future in asked]
+        for inputs in REFUSED:
+            assert "[INVALID_ARG]" in str(server.ask(inputs).error)
         wait_for(server.is_idle, 5)
-        ended = f'sangam_requests_total{{outcome="{INVALID}"}}'
-        wait_for(lambda: totals(server).get(ended) == 1, 5)
-        wait_for(lambda: totals(server)["sangam_request_seconds_count"] == REQUESTS, 5)
-        found = totals(server)
+        wait_for(lambda: server.outcomes("invalid_arg") == len(REFUSED), 5)
+        wait_for(lambda: server.totals()["sangam_request_seconds_count"] == REQUESTS, 5)
+        found = server.totals()
+    check_scrapes([*scrapes, found])
     finished = [answer.finish_reason for answer, _ in answers]
     for reason in ("stop", "length"):
         key = f'sangam_requests_total{{outcome="{reason}"}}'
@@ -65,7 +67,32 @@ def test_metrics_add_up(mode: str, tmp_path: Path) -> None:
     prefills, decodes = (found[f'sangam_forwards_total{{kind="{kind}"}}'] for kind in kinds)
     assert prefills >= found["sangam_queue_seconds_count"] == REQUESTS
     assert decodes > 0
-    assert sum(found.get(f'sangam_iterations_total{{kind="{k}"}}', 0) for k in (*kinds, "mixed"))
+    iterations = sum(
+        found.get(f'sangam_iterations_total{{kind="{kind}"}}', 0) for kind in (*kinds, "mixed")
+    )
+    assert found["sangam_batch_size_count"] == iterations > 0
+    assert found["sangam_batch_size_sum"] == prefills + decodes
+    assert found['sangam_batch_size_bucket{le="8"}'] == iterations
     assert found["sangam_blocks_finished_total"] > 0
     assert found["sangam_iteration_tokens_total"] > found["sangam_generated_tokens_total"]
     assert bool(found["sangam_kv_pull_seconds_total"]) == (mode != "colocated")
+    # A request that has ended may have had forwards whose outcome was not needed.
+    assert prefills + decodes >= sum(answer.pieces[-1]["num_forwards"] for answer, _ in answers)
+
+
+def check_scrapes(scrapes: list[dict[str, float]]) -> None:
+    """The counters never fall, and the gauges tell of the load; the last scrape is after it."""
+    for before, after in pairwise(scrapes):
+        assert [
+            name
+            for name, value in before.items()
+            if name not in GAUGES and value > after.get(name, 0)
+        ] == []
+    *during, after = scrapes
+    assert (
+        0 < max(each["sangam_kv_pages_used"] for each in during) <= after["sangam_kv_pages_total"]
+    )
+    held = ("sangam_requests_waiting", "sangam_requests_decoding", "sangam_requests_handed_over")
+    assert max(sum(each[name] for name in held) for each in during) > 1
+    counted = [each["sangam_generated_tokens_total"] for each in during]
+    assert any(0 < tokens < after["sangam_generated_tokens_total"] for tokens in counted)

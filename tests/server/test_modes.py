@@ -157,11 +157,15 @@ def test_a_prefill_instance_that_dies_takes_only_its_own_requests(tmp_path: Path
     ) as server:
         streams = [send(server, seed=number) for number in range(8)]
         wait_for(lambda: server.gauges()["sangam_blocks_handed_over_total"] > 4, 20)
-        kill_one_of(server.engines("sangam_prefill"), streams, "the prefill instance was lost")
+        engines = server.engines("sangam_prefill")
+        lost = kill_one_of(engines, streams, "the prefill instance was lost")
+        wait_for(lambda: server.outcomes("unavailable") == lost, 5)
 
 
-def kill_one_of(engines: list[int], streams: list[Stream], message: str) -> None:
-    """The first is killed: some of the streams then end with the message, the others well."""
+def kill_one_of(engines: list[int], streams: list[Stream], message: str) -> int:
+    """The first is killed: some of the streams, so many, then end with the message, the others
+    well.
+    """
     os.kill(engines[0], signal.SIGKILL)
     killed = time.monotonic()
     with ThreadPoolExecutor(len(streams)) as pool:
@@ -173,6 +177,7 @@ def kill_one_of(engines: list[int], streams: list[Stream], message: str) -> None
         assert seconds < 3
     for answer, _ in answers:
         assert answer.error or len(answer.ids) == LONG["max_tokens"]
+    return len(errors)
 
 
 def decoding_instances(server: Serving) -> list[str]:
@@ -201,7 +206,8 @@ def test_a_decode_instance_that_dies_takes_only_the_blocks_it_held(tmp_path: Pat
         wait_for(look, 20)
         (dead,) = server.engines("sangam_decode", holding[0])
         (other,) = set(server.engines("sangam_decode")) - {dead}
-        kill_one_of([dead], streams, "the decode instance that held a block was lost")
+        lost = kill_one_of([dead], streams, "the decode instance that held a block was lost")
+        wait_for(lambda: server.outcomes("unavailable") == lost, 5)
         wait_for(lambda: len(server.engines("sangam_decode")) == 2, 20)
         assert dead not in server.engines("sangam_decode")
         assert other in server.engines("sangam_decode")

@@ -296,6 +296,8 @@ def test_a_killed_engine_while_clients_wait_for_it(tmp_path: Path, oracle: Oracl
         os.kill(engine, signal.SIGKILL)
         assert taken.receive().error == "[UNAVAILABLE] the engine process ended with signal 9"
         assert waiting.receive().ids == oracle.answer(Prompt(input_ids=IDS), LONG).ids
+        wait_for(lambda: server.outcomes("length") == 1, 5)
+        assert server.outcomes("unavailable") == 1
         for stream in (taken, waiting):
             stream.close()
         assert "it is started again" in server.log.read_text()
