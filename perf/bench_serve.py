@@ -2,7 +2,7 @@
 
     python perf/bench_serve.py --url localhost:8001 --rate 4 --requests 200 --output load
     python perf/bench_serve.py --model CHECKPOINT --mode hybrid --trace trace.jsonl --output load \\
-      --serve "--prefill-instances 2 --gpus 0,1"
+      --serve="--prefill-instances 2 --gpus 0,1"
 
 The first loads a running server, the second starts one. The output is a folder: summary.json,
 requests.csv, and latency.svg.
@@ -213,7 +213,7 @@ def main() -> None:
     server.add_argument("--url", help="gRPC address of a running server")
     server.add_argument("--model", help="start a server on this checkpoint")
     parser.add_argument("--mode", default="colocated")
-    parser.add_argument("--serve", default="", help="further options of `sangam serve`, a string")
+    parser.add_argument("--serve", default="", help="further options of `sangam serve`, as one")
     parser.add_argument(
         "--trace", type=Path, help="a whole load in place of lengths and arrivals: see read_trace"
     )
