@@ -213,7 +213,7 @@ def main() -> None:
     server.add_argument("--url", help="gRPC address of a running server")
     server.add_argument("--model", help="start a server on this checkpoint")
     parser.add_argument("--mode", default="colocated")
-    parser.add_argument("--serve", default="", help="further options of `sangam serve`, as one")
+    parser.add_argument("--serve", default="", help="further options of `sangam serve`, one string")
     parser.add_argument(
         "--trace", type=Path, help="a whole load in place of lengths and arrivals: see read_trace"
     )
