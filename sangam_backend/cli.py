@@ -46,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--startup-timeout", type=float, default=600, metavar="SECONDS")
     serve.add_argument("--grace", type=float, default=30, metavar="SECONDS",
                        help="how long running requests may go on after SIGTERM")  # fmt: skip
+    serve.add_argument("--event-log", default=argparse.SUPPRESS, metavar="DIRECTORY",
+                       help="write a row of each iteration and request, as CSV files")  # fmt: skip
     serve.add_argument("--max-queue-size", type=int, default=argparse.SUPPRESS, metavar="N",
                        help="requests that wait for an instance; more are refused")  # fmt: skip
     serve.add_argument("--max-queue-tokens", type=int, default=argparse.SUPPRESS, metavar="N",

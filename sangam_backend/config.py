@@ -119,6 +119,8 @@ class EngineConfig:
     """Seconds from when an instance reads a request; its own timeout can only shorten it."""
     backlog: int = 0
     """Requests an instance holds before it leaves more to the others; 0 is max_batch_size."""
+    event_log: str = ""
+    """A directory for CSV files of all iterations and requests; empty writes none."""
 
     def __post_init__(self) -> None:
         for name, low, high in (

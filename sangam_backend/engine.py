@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.device import count_pages, pick_device, pick_dtype
+from sangam_backend.event_log import EventLog, IterationRow
 from sangam_backend.frontend import open_frontend
 from sangam_backend.histogram import REQUESTS, Histogram
 from sangam_backend.models import load_model
@@ -52,19 +53,25 @@ class Counts:
     queue: Histogram = field(default_factory=Histogram)
     """Seconds from the arrival of a request to its first prefill."""
 
-    def count(self, rows: Sequence[Row]) -> None:
+    def count(self, rows: Sequence[Row], now: float) -> None:
+        """Counts an iteration, launched at this moment of time.monotonic."""
         prefills = sum(row.prefill for row in rows)
         decodes = len(rows) - prefills
-        kind = "mixed" if prefills and decodes else "prefill" if prefills else "decode"
-        self.iterations[kind] += 1
+        self.iterations[kind_of(prefills, decodes)] += 1
         self.forwards["prefill"] += prefills
         self.forwards["decode"] += decodes
         self.batch.observe(len(rows))
         self.tokens += sum(row.num_tokens for row in rows)
-        now = time.monotonic()
         for row in rows:
+            row.request.num_prefills += row.prefill
+            if row.request.began is None:
+                row.request.began = now
             if row.forward == 0:
                 self.queue.observe(now - row.request.arrival)
+
+
+def kind_of(prefills: int, decodes: int) -> str:
+    return "mixed" if prefills and decodes else "prefill" if prefills else "decode"
 
 
 class Emission(NamedTuple):
@@ -93,7 +100,9 @@ class Engine:
     `step` or `run`.
     """
 
-    def __init__(self, config: EngineConfig, peers: Peers = ALONE) -> None:
+    def __init__(
+        self, config: EngineConfig, peers: Peers = ALONE, event_log: EventLog | None = None
+    ) -> None:
         self.config = config
         device = pick_device(config.device)
         dtype = pick_dtype(config.dtype, device)
@@ -115,8 +124,11 @@ class Engine:
         )
         self.overlap = config.overlap
         self.peers = peers
+        self.event_log = event_log
         self.counts = Counts()
         self._running: Launch | None = None
+        self._running_row: IterationRow | None = None
+        """Its row of the event log."""
         self._pulls: dict[Request, tuple[Pull, float]] = {}
         """With when they were launched."""
         self._exports: dict[Request, Location] = {}
@@ -176,14 +188,17 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is not None:
             emissions += self._begin_pulls(plan.pulls)
+        began = time.monotonic()
         launched = self.runner.launch(plan) if plan is not None and plan.rows else None
+        row = None
         if launched is not None:
-            self.counts.count(launched.plan.rows)
+            self.counts.count(launched.plan.rows, began)
+            row = self._row(launched.plan, began)
         if launched is not None and self.config.role == "prefill":
             self._hand_over(launched.plan)
         if self._running is not None:
             emissions += self._take_result()
-        self._running = launched
+        self._running, self._running_row = launched, row
         return emissions
 
     def run(self, emit: Callable[[list[Emission]], None], stopping: threading.Event) -> None:
@@ -280,8 +295,13 @@ class Engine:
     def _take_result(self) -> list[Emission]:
         assert self._running is not None
         running, self._running = self._running, None
+        results = running.wait()
+        if self.event_log is not None and self._running_row is not None:
+            end = self.event_log.wall(time.monotonic())
+            seconds = round(end - self._running_row.time, 6)
+            self.event_log.add(self._running_row._replace(seconds=seconds))
         emissions = []
-        for row, tokens in zip(running.plan.rows, running.wait()):
+        for row, tokens in zip(running.plan.rows, results):
             finished = row.request.finished_blocks
             output = self.scheduler.apply(row, tokens)
             self.counts.blocks += row.request.finished_blocks - finished
@@ -290,6 +310,26 @@ class Engine:
             elif output is not None:
                 emissions.append(Emission(row.request, output))
         return emissions
+
+    def _row(self, plan: StepPlan, began: float) -> IterationRow | None:
+        """What the event log says of an iteration that has just been launched."""
+        if self.event_log is None:
+            return None
+        prefills = sum(row.prefill for row in plan.rows)
+        decodes = len(plan.rows) - prefills
+        scheduler = self.scheduler
+        return IterationRow(
+            time=self.event_log.wall(began),
+            kind=kind_of(prefills, decodes),
+            prefills=prefills,
+            decodes=decodes,
+            batch_size=len(plan.rows),
+            tokens=plan.num_tokens,
+            deficit=scheduler.deficit,
+            waiting=len(scheduler.waiting) + len(scheduler.arriving),
+            active=len(scheduler.decoding) + len(scheduler.pulling),
+            kv_pages=self.pages.num_used,
+        )
 
     def _hand_over(self, plan: StepPlan) -> None:
         """While the prefills run, so that the way to a decode instance costs no time."""

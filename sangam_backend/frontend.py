@@ -43,6 +43,7 @@ class Frontend:
         """The request of a handover, as it stands there."""
         request = self._make(handover.request_id, handover.prompt, handover.params, stream)
         request.arrival = handover.arrival
+        request.trace_id = handover.trace_id
         request.resume(handover.canvas, handover.num_forwards)
         return request
 

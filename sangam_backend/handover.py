@@ -52,6 +52,7 @@ class Handover:
     """The prefill instance, which waits for reports at `reply_to`."""
     reply_to: str
     request_id: str
+    trace_id: str
     arrival: float
     """On the clock that all processes of a host share (time.monotonic)."""
     prompt: list[int]

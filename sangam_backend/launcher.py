@@ -33,6 +33,7 @@ from sangam_backend.device import pick_device
 from sangam_backend.handover import meeting_path
 from sangam_backend.leftovers import claimed_name, directory_of, make_private, sweep
 from sangam_backend.models import check_checkpoint
+from sangam_backend.trace_context import TRACEPARENT
 from sangam_backend.watch import FROZEN_SECONDS, Watch
 
 MODEL_NAME = "sangam"
@@ -345,6 +346,8 @@ class Server:
             "--grpc-keepalive-timeout=5000",
             "--grpc-http2-min-recv-ping-interval-without-data=5000",
             f"--backend-config=python,shm-region-prefix-name={self._region}",
+            # Triton 24.10 forwards no header of /generate.
+            f"--grpc-header-forward-pattern={TRACEPARENT}",
             *self._options,
         ]
 

@@ -146,6 +146,8 @@ class Request:
     """None for a checkpoint without a tokenizer."""
     stream: bool
     arrival: float = field(default_factory=time.monotonic)
+    trace_id: str = ""
+    """Of the client's trace, see `trace_context`."""
 
     slot: int = -1
     pages: list[int] = field(default_factory=list)
@@ -153,6 +155,11 @@ class Request:
     """Where this engine is done with the request; by default the last of the canvas."""
     prefilled: Prefilled | None = None
     """The current block's prefill, where another instance has run it."""
+
+    began: float | None = None
+    """When its first forward in this engine was launched, on the clock of `arrival`."""
+    num_prefills: int = 0
+    """Launched by this engine."""
 
     # As planned: with iterations under way, ahead of what is known of their results.
     block: int = 0

@@ -73,6 +73,7 @@ class Cluster:
             owner=Process.current(),
             reply_to="",
             request_id="",
+            trace_id="",
             arrival=request.arrival,
             prompt=request.prompt,
             params=request.params,

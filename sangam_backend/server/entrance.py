@@ -49,7 +49,8 @@ class Entrance:
                 self._count()
         if full:
             text = f"{self._most} requests wait already, that is the limit (max_queue_size)"
-            reply.refuse(RequestError(ErrorCode.UNAVAILABLE, text))
+            error = RequestError(ErrorCode.UNAVAILABLE, text)
+            self._instance.refuse(message.content, reply, error)
         elif self._most is not None:
             self._channel.send(Queued(message.id))
 
@@ -61,7 +62,7 @@ class Entrance:
                 first = self._waiting.popleft() if self._may_enter() else None
                 self._count()
             for waiting, fault in faults:
-                waiting.reply.refuse(fault)
+                self._instance.refuse(waiting.content, waiting.reply, fault)
             if first is not None:
                 self._instance.accept(first.content, first.reply)
                 self._channel.send(Entered(first.id))

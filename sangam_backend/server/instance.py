@@ -16,6 +16,7 @@ import torch
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.engine import Emission, Engine, Peers
+from sangam_backend.event_log import RequestRow, open_event_log
 from sangam_backend.request import (
     ErrorCode,
     FinishReason,
@@ -57,7 +58,9 @@ class Instance:
     def __init__(self, start: Start, channel: Channel, config: EngineConfig, peers: Peers) -> None:
         name = start.args["model_instance_name"]
         _share_cores(json.loads(start.args["model_config"]))
-        self.engine = Engine(replace(config, device=_own_device(config.device, name)), peers)
+        self._event_log = open_event_log(config.event_log, name, config.role)
+        config = replace(config, device=_own_device(config.device, name))
+        self.engine = Engine(config, peers, self._event_log)
         facts = ", ".join(f"{name} {value}" for name, value in self.engine.describe().items())
         log.info("%s: %s", name, facts)
         self._backlog = config.backlog or config.max_batch_size
@@ -72,6 +75,7 @@ class Instance:
         self._channel = channel
         self._tally = Tally()
         self._last_commit: dict[Request, float] = {}
+        self._first_text: dict[Request, float] = {}
         self._read: dict[Series, float] = {}
         self._next_sign = 0.0
         self._engine_thread = threading.Thread(target=self._run_engine, daemon=True)
@@ -87,9 +91,15 @@ class Instance:
         try:
             self._accept(content, reply)
         except RequestError as error:
-            reply.refuse(error)
+            self.refuse(content, reply, error)
         except Exception as error:
-            _refuse_after_fault(reply, error)
+            trace_id = content.trace_id if isinstance(content, Incoming) else ""
+            _refuse_after_fault(reply, error, trace_id)
+
+    def refuse(self, content: Any, reply: Reply, error: RequestError) -> None:
+        """Answers a request that has not come as far as the engine."""
+        self._log_refusal(content, error)
+        reply.refuse(error)
 
     def has_room(self) -> bool:
         return (
@@ -120,6 +130,8 @@ class Instance:
         self._response_thread.join()
         self._poll_thread.join()
         self.engine.close()
+        if self._event_log is not None:
+            self._event_log.close()
 
     def _is_drained(self) -> bool:
         return not self._clients and not self._tally.queued
@@ -132,6 +144,7 @@ class Instance:
         request = self.engine.frontend.new_request(
             incoming.request_id, incoming.prompt, incoming.sampling, self._streams(incoming.options)
         )
+        request.trace_id = incoming.trace_id
         self._admit(request, Client(reply, incoming.options, incoming.deadline))
         self._tally.tokens["sangam_prompt_tokens_total"] += len(request.prompt)
 
@@ -190,13 +203,16 @@ class Instance:
             self._failure = failure
         log.error("the engine failed", exc_info=error)
         self._answer_all(failure)
+        if self._event_log is not None:
+            self._event_log.close()
         os._exit(1)
 
     def _answer_all(self, error: RequestError) -> None:
         with self.room:
-            clients = list(self._clients.values())
+            clients = dict(self._clients)
             self._clients.clear()
-        for client in clients:
+        for request, client in clients.items():
+            self._log_end(request, error.code.value.lower())
             client.reply.refuse(error)
 
     def _respond(self) -> None:
@@ -214,14 +230,14 @@ class Instance:
         if error is None:
             self._count_output(request, output, first=True)
         if output.done:
-            self._count_end(request)
+            self._count_end(request, error)
         if error is not None:
             client.reply.refuse(error)
             return
         try:
             client.reply.send(client.options.outputs(request, output), output.done)
         except Exception as fault:
-            _refuse_after_fault(client.reply, fault)
+            _refuse_after_fault(client.reply, fault, request.trace_id)
 
     def _count_output(self, request: Request, output: Output, first: bool) -> None:
         """`first` tells whether nothing of the request has been sent before it came here."""
@@ -233,14 +249,64 @@ class Instance:
             elif first:
                 self._tally.first_text.observe(now - request.arrival)
             self._last_commit[request] = now
+            self._first_text.setdefault(request, now)
         if output.done:
             self._last_commit.pop(request, None)
 
-    def _count_end(self, request: Request) -> None:
+    def _count_end(self, request: Request, error: RequestError | None) -> None:
         self._last_commit.pop(request, None)
+        outcome = request.finish_reason.value if request.finish_reason else ""
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._tally.outcomes[request.finish_reason.value] += 1
+            self._tally.outcomes[outcome] += 1
         self._tally.whole.observe(time.monotonic() - request.arrival)
+        self._log_end(request, error.code.value.lower() if error else outcome)
+
+    def _log_end(self, request: Request, outcome: str, block: int | None = None) -> None:
+        """Writes a request, or of a decode instance a block, to the event log."""
+        first_text = self._first_text.pop(request, None)
+        if (event_log := self._event_log) is None:
+            return
+        began = request.began
+        start = 0 if block is None else block * request.params.block_length
+        event_log.add(
+            RequestRow(
+                request_id=request.request_id,
+                trace_id=request.trace_id,
+                block=block,
+                arrival=event_log.wall(request.arrival),
+                queue_seconds=None if began is None else round(began - request.arrival, 6),
+                prompt_tokens=len(request.prompt),
+                generated_tokens=max(0, request.prefix - start),
+                forwards=request.num_forwards,
+                prefills=request.num_prefills,
+                first_text=None if first_text is None else event_log.wall(first_text),
+                end=event_log.wall(time.monotonic()),
+                outcome=outcome,
+            )
+        )
+
+    def _log_refusal(self, content: Any, error: RequestError) -> None:
+        """A request that has not come as far as the engine."""
+        if (event_log := self._event_log) is None or not isinstance(content, Incoming):
+            return
+        now = event_log.wall(time.monotonic())
+        outcome = error.code.value.lower()
+        event_log.add(
+            RequestRow(
+                content.request_id,
+                content.trace_id,
+                None,
+                now,
+                None,
+                None,
+                0,
+                0,
+                0,
+                None,
+                now,
+                outcome,
+            )
+        )
 
     def _take_client(self, request: Request, done: bool) -> Client | None:
         """The client of a request, which is forgotten when it is done; None if it is already."""
@@ -301,8 +367,8 @@ def error_of(output: Output) -> RequestError | None:
     return output.error
 
 
-def _refuse_after_fault(reply: Reply, error: Exception) -> None:
-    log.error("a request failed", exc_info=error)
+def _refuse_after_fault(reply: Reply, error: Exception, trace_id: str) -> None:
+    log.error("a request failed, trace id %s", trace_id or "none", exc_info=error)
     reply.refuse(RequestError(ErrorCode.INTERNAL, repr(error)))
 
 

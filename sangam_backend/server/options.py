@@ -48,6 +48,8 @@ class Incoming:
     options: Options
     deadline: float | None
     """On the clock of time.monotonic."""
+    trace_id: str
+    """Empty where the client sends none."""
 
 
 def shutting_down() -> RequestError:

@@ -171,6 +171,7 @@ class PrefillInstance(Instance):
             owner=self._owner,
             reply_to=self._link.receiver.address,
             request_id=request.request_id,
+            trace_id=request.trace_id,
             arrival=request.arrival,
             prompt=[] if lent.guard else request.prompt,
             params=request.params,
@@ -245,7 +246,7 @@ class PrefillInstance(Instance):
         error = self._ended.pop(request, None)
         if client is None:
             return
-        self._count_end(request)
+        self._count_end(request, error)
         if error is not None:
             client.reply.refuse(error)
         else:
@@ -382,12 +383,15 @@ class DecodeInstance(Instance):
         handover = self._handovers.pop(request) if output.done else self._handovers[request]
         if (error := error_of(output)) is not None:
             self._last_commit.pop(request, None)
+            self._log_end(request, error.code.value.lower(), request.block)
             self._give_back(handover, client.reply, error)
             return
         self._count_output(request, output, first=not handover.canvas)
         if output.ids or output.text or output.finish_reason is not None:
             client.reply.send(client.options.outputs(request, output), output.done)
         if output.done:
+            reason = request.finish_reason
+            self._log_end(request, reason.value if reason else "block", request.block)
             # The next block's text comes after this report, so it cannot overtake this one's.
             self._end_step(handover, client.reply)
             self._report_done(request, handover)

@@ -14,11 +14,12 @@ from sangam_backend.parameters import invalid, parse_json
 from sangam_backend.prompt import Prompt, parse_messages
 from sangam_backend.request import RequestError
 from sangam_backend.server.options import Incoming, Options
+from sangam_backend.trace_context import TRACEPARENT, trace_id_of
 
 # Request parameters that Triton, its clients and its HTTP endpoint add for themselves.
 TRANSPORT_PARAMETERS = frozenset(
     ("id", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end")
-    + ("binary_data_output", "headers")
+    + ("binary_data_output", "headers", TRACEPARENT)
 )
 TRANSPORT_PREFIX = "triton_"
 
@@ -42,6 +43,7 @@ def read_request(request: Any, longest: float) -> Incoming:
         sampling=_sampling(request),
         options=_options(request, prompt),
         deadline=_deadline(request, longest),
+        trace_id=_trace_id(request),
     )
 
 
@@ -89,6 +91,10 @@ def _deadline(request: Any, longest: float) -> float:
     if microseconds < 0:
         raise invalid(f"timeout is {microseconds}, must not be negative")
     return time.monotonic() + min(microseconds / 1e6 or longest, longest)
+
+
+def _trace_id(request: Any) -> str:
+    return trace_id_of(json.loads(request.parameters() or "{}").get(TRACEPARENT))
 
 
 def _options(request: Any, prompt: Prompt) -> Options:

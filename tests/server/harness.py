@@ -75,10 +75,12 @@ class Answer:
 class Stream:
     """A tritonclient with one gRPC stream, on which requests follow one another."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
         self._client = tritongrpc.InferenceServerClient(url)
         self._responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self._client.start_stream(lambda result, error: self._responses.put((result, error)))
+        self._client.start_stream(
+            lambda result, error: self._responses.put((result, error)), headers=headers
+        )
 
     def send(
         self,
