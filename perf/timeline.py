@@ -63,20 +63,41 @@ def draw_engine(axes: Any, timeline: Timeline, start: float) -> None:
     columns = timeline.columns
     begins = [moment - start for moment in columns["time"]]
     batch.set_title(timeline.engine, loc="left", fontsize=9)
-    batch.bar(begins, columns["decodes"], columns["seconds"], align="edge", label="decodes")
-    batch.bar(
-        begins, columns["prefills"], columns["seconds"], columns["decodes"], align="edge",
-        label="prefills",
-    )  # fmt: skip
+    draw_bars(batch, begins, columns, [0.0] * len(begins), "decodes", "tab:blue")
+    draw_bars(batch, begins, columns, columns["decodes"], "prefills", "tab:orange")
     batch.set_ylabel("requests")
     batch.legend(loc="upper right")
     deficit.step(begins, columns["deficit"], where="post")
     deficit.set_ylabel("deficit, tokens")
-    pages.step(begins, columns["kv_pages"], where="post", label="KV pages")
-    pages.set_ylabel("KV pages")
+    pages.step(begins, columns["kv_pages"], where="post")
+    pages.set_ylabel("KV pages", color="tab:blue")
     waiting = pages.twinx()
-    waiting.step(begins, columns["waiting"], where="post", color="tab:red", label="waiting")
+    waiting.step(begins, columns["waiting"], where="post", color="tab:red")
     waiting.set_ylabel("waiting", color="tab:red")
+    for each in (batch, deficit, pages, waiting):
+        each.set_ylim(bottom=0, top=max(1, each.get_ylim()[1]))
+
+
+def draw_bars(
+    axes: Any,
+    begins: list[float],
+    columns: dict[str, list[float]],
+    bottoms: list[float],
+    name: str,
+    color: str,
+) -> None:
+    """A bar for each iteration, as long as it took; all as one image, for there may be many."""
+    from matplotlib.collections import PolyCollection
+
+    bars = [
+        [(begin, bottom), (begin + width, bottom), (begin + width, top), (begin, top)]
+        for begin, width, bottom, height in zip(begins, columns["seconds"], bottoms, columns[name])
+        for top in [bottom + height]
+    ]
+    axes.add_collection(
+        PolyCollection(bars, facecolor=color, linewidth=0, label=name, rasterized=True)
+    )
+    axes.autoscale_view()
 
 
 def main() -> None:
