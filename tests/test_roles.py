@@ -221,6 +221,7 @@ def test_a_handover_from_elsewhere_is_refused() -> None:
         "owner": Process.current(),
         "reply_to": "",
         "request_id": "",
+        "trace_id": "1" * 32,
     }
     handover = Handover(
         **values,  # type: ignore[arg-type]
