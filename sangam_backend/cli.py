@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 from sangam_backend.config import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
-    from sangam_backend.launcher import Deployment
+    from sangam_backend.deployment import Deployment
 
 HALVES = {"sangam_prefill": "prefill_", "sangam_decode": "decode_"}
 POOLS = {"colocated": {"sangam": ""}, "disaggregated": HALVES, "hybrid": HALVES}
@@ -123,7 +123,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def _deployment(args: argparse.Namespace) -> Deployment:
     """The pools of the mode. Raises ConfigError for an option of another mode."""
-    from sangam_backend.launcher import Deployment, Pool
+    from sangam_backend.deployment import Deployment, Pool
 
     pools = {}
     for name, prefix in POOLS[args.mode].items():
@@ -138,7 +138,8 @@ def _deployment(args: argparse.Namespace) -> Deployment:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from sangam_backend.launcher import Endpoints, serve
+    from sangam_backend.launcher import serve
+    from sangam_backend.supervisor import Endpoints
 
     endpoints = Endpoints(args.host, args.http_port, args.grpc_port, args.metrics_port)
     return serve(

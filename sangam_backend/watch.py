@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from sangam_backend.background import children
+from sangam_backend.handover import is_running
 
 FROZEN_SECONDS = 20.0
 UPTIME = re.compile(r"(?m)^(sangam_uptime_seconds\{.*\}) (\S+)$")
@@ -45,11 +45,3 @@ class Watch:
             return "the server"
         silent = (series for series, heard in self._heard.items() if now - heard > FROZEN_SECONDS)
         return next((f"instance {INSTANCE.findall(series)[0]}" for series in silent), None)
-
-
-def is_running(pid: int) -> bool:
-    """Not after its end, even if its parent has not yet asked for its status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False

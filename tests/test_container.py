@@ -240,7 +240,7 @@ def check_installed(image: Path, place: Path) -> None:
 
     assert output("sangam", "--help").startswith("usage: sangam")
     assert output("sangam", "serve", "--help").startswith("usage: sangam serve")
-    repository = "import sangam_backend.launcher as l; print(*l.REPOSITORY.glob('*/sangam'))"
+    repository = "import sangam_backend.deployment as d; print(*d.REPOSITORY.glob('*/sangam'))"
     found = [Path(path) for path in output("python", "-c", repository).split()]
     assert sorted(path.parent.name for path in found) == list(cli.POOLS)
     assert all(path.is_relative_to(image) for path in found)

@@ -16,7 +16,7 @@ import torch
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.engine import Emission, Engine, Peers
-from sangam_backend.event_log import RequestRow, open_event_log
+from sangam_backend.event_log import open_event_log
 from sangam_backend.request import (
     ErrorCode,
     FinishReason,
@@ -34,6 +34,7 @@ from sangam_backend.server.options import (
 )
 from sangam_backend.server.readings import Series, Tally, read_all
 from sangam_backend.server.reply import Reply
+from sangam_backend.server.request_log import RequestLog
 
 POLL_SECONDS = 0.02
 SIGN_SECONDS = 1.0
@@ -58,9 +59,10 @@ class Instance:
     def __init__(self, start: Start, channel: Channel, config: EngineConfig, peers: Peers) -> None:
         name = start.args["model_instance_name"]
         _share_cores(json.loads(start.args["model_config"]))
-        self._event_log = open_event_log(config.event_log, name, config.role)
+        event_log = open_event_log(config.event_log, name, config.role)
+        self._request_log = RequestLog(event_log)
         config = replace(config, device=_own_device(config.device, name))
-        self.engine = Engine(config, peers, self._event_log)
+        self.engine = Engine(config, peers, event_log)
         facts = ", ".join(f"{name} {value}" for name, value in self.engine.describe().items())
         log.info("%s: %s", name, facts)
         self._backlog = config.backlog or config.max_batch_size
@@ -75,7 +77,6 @@ class Instance:
         self._channel = channel
         self._tally = Tally()
         self._last_commit: dict[Request, float] = {}
-        self._first_text: dict[Request, float] = {}
         self._read: dict[Series, float] = {}
         self._next_sign = 0.0
         self._engine_thread = threading.Thread(target=self._run_engine, daemon=True)
@@ -98,7 +99,7 @@ class Instance:
 
     def refuse(self, content: Any, reply: Reply, error: RequestError) -> None:
         """Answers a request that has not come as far as the engine."""
-        self._log_refusal(content, error)
+        self._request_log.add_refusal(content, error)
         reply.refuse(error)
 
     def has_room(self) -> bool:
@@ -130,8 +131,7 @@ class Instance:
         self._response_thread.join()
         self._poll_thread.join()
         self.engine.close()
-        if self._event_log is not None:
-            self._event_log.close()
+        self._request_log.close()
 
     def _is_drained(self) -> bool:
         return not self._clients and not self._tally.queued
@@ -203,8 +203,7 @@ class Instance:
             self._failure = failure
         log.error("the engine failed", exc_info=error)
         self._answer_all(failure)
-        if self._event_log is not None:
-            self._event_log.close()
+        self._request_log.close()
         os._exit(1)
 
     def _answer_all(self, error: RequestError) -> None:
@@ -212,7 +211,7 @@ class Instance:
             clients = dict(self._clients)
             self._clients.clear()
         for request, client in clients.items():
-            self._log_end(request, error.code.value.lower())
+            self._request_log.add_end(request, error.code.value.lower())
             client.reply.refuse(error)
 
     def _respond(self) -> None:
@@ -249,7 +248,7 @@ class Instance:
             elif first:
                 self._tally.first_text.observe(now - request.arrival)
             self._last_commit[request] = now
-            self._first_text.setdefault(request, now)
+            self._request_log.saw_text(request, now)
         if output.done:
             self._last_commit.pop(request, None)
 
@@ -259,54 +258,7 @@ class Instance:
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._tally.outcomes[outcome] += 1
         self._tally.whole.observe(time.monotonic() - request.arrival)
-        self._log_end(request, error.code.value.lower() if error else outcome)
-
-    def _log_end(self, request: Request, outcome: str, block: int | None = None) -> None:
-        """Writes a request, or of a decode instance a block, to the event log."""
-        first_text = self._first_text.pop(request, None)
-        if (event_log := self._event_log) is None:
-            return
-        began = request.began
-        start = 0 if block is None else block * request.params.block_length
-        event_log.add(
-            RequestRow(
-                request_id=request.request_id,
-                trace_id=request.trace_id,
-                block=block,
-                arrival=event_log.wall(request.arrival),
-                queue_seconds=None if began is None else round(began - request.arrival, 6),
-                prompt_tokens=len(request.prompt),
-                generated_tokens=max(0, request.prefix - start),
-                forwards=request.num_forwards,
-                prefills=request.num_prefills,
-                first_text=None if first_text is None else event_log.wall(first_text),
-                end=event_log.wall(time.monotonic()),
-                outcome=outcome,
-            )
-        )
-
-    def _log_refusal(self, content: Any, error: RequestError) -> None:
-        """A request that has not come as far as the engine."""
-        if (event_log := self._event_log) is None or not isinstance(content, Incoming):
-            return
-        now = event_log.wall(time.monotonic())
-        outcome = error.code.value.lower()
-        event_log.add(
-            RequestRow(
-                content.request_id,
-                content.trace_id,
-                None,
-                now,
-                None,
-                None,
-                0,
-                0,
-                0,
-                None,
-                now,
-                outcome,
-            )
-        )
+        self._request_log.add_end(request, error.code.value.lower() if error else outcome)
 
     def _take_client(self, request: Request, done: bool) -> Client | None:
         """The client of a request, which is forgotten when it is done; None if it is already."""

@@ -383,7 +383,7 @@ class DecodeInstance(Instance):
         handover = self._handovers.pop(request) if output.done else self._handovers[request]
         if (error := error_of(output)) is not None:
             self._last_commit.pop(request, None)
-            self._log_end(request, error.code.value.lower(), request.block)
+            self._request_log.add_end(request, error.code.value.lower(), request.block)
             self._give_back(handover, client.reply, error)
             return
         self._count_output(request, output, first=not handover.canvas)
@@ -391,7 +391,7 @@ class DecodeInstance(Instance):
             client.reply.send(client.options.outputs(request, output), output.done)
         if output.done:
             reason = request.finish_reason
-            self._log_end(request, reason.value if reason else "block", request.block)
+            self._request_log.add_end(request, reason.value if reason else "block", request.block)
             # The next block's text comes after this report, so it cannot overtake this one's.
             self._end_step(handover, client.reply)
             self._report_done(request, handover)

@@ -22,9 +22,10 @@ from sangam_client import AsyncClient, Client, SangamError
 from server.harness import wait_for
 
 from sangam_backend.background import free_ports
-from sangam_backend.launcher import Endpoints, find_triton
-from sangam_backend.launcher import Server as TritonServer
+from sangam_backend.installation import find_triton
 from sangam_backend.leftovers import claimed_name
+from sangam_backend.supervisor import Endpoints
+from sangam_backend.supervisor import Server as TritonServer
 
 WORDS = "the quick  brown fox\njumps über"
 SLOW = " ".join(str(number) for number in range(200))

@@ -25,21 +25,15 @@ from server.harness import (
     wait_for,
 )
 
-from sangam_backend import launcher, watch
+from sangam_backend import supervisor, watch
 from sangam_backend.background import children, free_ports
 from sangam_backend.config import EngineConfig
-from sangam_backend.handover import meeting_path
-from sangam_backend.launcher import (
-    Deployment,
-    Endpoints,
-    Pool,
-    Server,
-    find_triton,
-    write_repository,
-)
+from sangam_backend.deployment import Deployment, Pool, write_repository
+from sangam_backend.handover import is_running, meeting_path
+from sangam_backend.installation import find_triton
 from sangam_backend.leftovers import claimed_name, directory_of, sweep
 from sangam_backend.prompt import Prompt
-from sangam_backend.watch import is_running
+from sangam_backend.supervisor import Endpoints, Server
 
 IDS = [72, 101, 108, 108, 111]
 LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 128}
@@ -253,7 +247,7 @@ def test_a_frozen_stub(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_restarts_are_given_up(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "MOST_RESTARTS", 2)
+    monkeypatch.setattr(supervisor, "MOST_RESTARTS", 2)
     with watched(own_server) as status:
         shutil.rmtree(own_server.repository)
         os.kill(own_server.process.pid, signal.SIGKILL)
