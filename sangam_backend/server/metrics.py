@@ -9,10 +9,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from sangam_backend.server.readings import COUNTERS, GAUGES, Series
+from sangam_backend.server.readings import COUNTERS, GAUGES, HOST_GAUGES, UPTIME, Series
 
-UPTIME = Series("sangam_uptime_seconds")
-OWN_GAUGES = {UPTIME.name: "Since the instance has been loaded, written every second"}
 ENGINE_GAUGES = {name: text for name, (text, _) in GAUGES.items()}
 
 
@@ -27,7 +25,7 @@ class Metrics:
         self._families = {
             name: pb_utils.MetricFamily(name=name, description=text, kind=kind)
             for kind, table in (
-                (pb_utils.MetricFamily.GAUGE, OWN_GAUGES | ENGINE_GAUGES),
+                (pb_utils.MetricFamily.GAUGE, HOST_GAUGES | ENGINE_GAUGES),
                 (pb_utils.MetricFamily.COUNTER, COUNTERS),
             )
             for name, text in table.items()

@@ -22,6 +22,9 @@ class Series(NamedTuple):
 Read = Callable[["Engine"], float]
 
 WAITING = Series("sangam_requests_waiting")
+UPTIME = Series("sangam_uptime_seconds")
+HOST_GAUGES = {UPTIME.name: "Since the instance has been loaded, written every second"}
+"""What needs no engine."""
 
 GAUGES: dict[str, tuple[str, Read]] = {
     WAITING.name: (

@@ -20,7 +20,7 @@ GROWTH = 150 << 20
 SLOW = {
     "text_input": "a",
     "stream": True,
-    "max_tokens": 512,
+    "max_tokens": 192,
     "sampling_parameters": {"ignore_eos": True, "unmasking": "quota"},
 }
 QUICK = {"text_input": "a", "max_tokens": 4}
