@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -65,8 +64,7 @@ def stop_signals(server: Server) -> Iterator[None]:
     def handle(_signal: int, _frame: FrameType | None) -> None:
         if server.stopping:
             server.grace = 0
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.process.pid, signal.SIGKILL)
+            server.send_signal(signal.SIGKILL)
         server.stopping = True
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

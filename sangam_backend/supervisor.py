@@ -96,18 +96,18 @@ class Server:
             _say("requests that outlast the grace time are ended")
         # The engines answer what still runs. An idle gRPC stream holds up even a server that has
         # nothing left to do.
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
         # Whatever is left holds memory.
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self.process.wait()
         shutil.rmtree(meeting_path(self.process.pid), ignore_errors=True)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """To the server, its stubs and their engines, which share a group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)

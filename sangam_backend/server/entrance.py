@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Any, NamedTuple
 
 from sangam_backend.request import ErrorCode, RequestError
 from sangam_backend.server.channel import Channel, Enter, Entered, Queued
 from sangam_backend.server.instance import POLL_SECONDS, Instance
-from sangam_backend.server.options import Incoming, cancelled_in_queue, timed_out
+from sangam_backend.server.options import Incoming, fault_in_queue
 from sangam_backend.server.reply import Reply
 
 
@@ -18,12 +17,9 @@ class Waiting(NamedTuple):
     content: Any
     reply: Reply
 
-    def fault(self, now: float) -> RequestError | None:
-        """Why it need not be let in any more."""
-        if self.reply.is_cancelled():
-            return cancelled_in_queue()
+    def fault(self) -> RequestError | None:
         deadline = self.content.deadline if isinstance(self.content, Incoming) else None
-        return timed_out() if deadline is not None and now > deadline else None
+        return fault_in_queue(self.reply.is_cancelled(), deadline)
 
 
 class Entrance:
@@ -71,8 +67,7 @@ class Entrance:
         return bool(self._waiting) and (self._most is None or self._instance.has_room())
 
     def _take_faults(self) -> list[tuple[Waiting, RequestError]]:
-        now = time.monotonic()
-        faults = [(w, fault) for w in self._waiting if (fault := w.fault(now)) is not None]
+        faults = [(w, fault) for w in self._waiting if (fault := w.fault()) is not None]
         for waiting, _ in faults:
             self._waiting.remove(waiting)
         return faults

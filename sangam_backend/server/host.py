@@ -34,7 +34,7 @@ from sangam_backend.server.channel import (
     Started,
 )
 from sangam_backend.server.metrics import Metrics
-from sangam_backend.server.options import Incoming, cancelled_in_queue, shutting_down, timed_out
+from sangam_backend.server.options import Incoming, fault_in_queue, shutting_down
 from sangam_backend.server.readings import outcome_series
 from sangam_backend.server.sender import Sender
 from sangam_backend.server.wire import build_response, read_handover, read_request
@@ -200,10 +200,8 @@ class Host:
                 if self._engine is not None:
                     return self._engine
                 self._changed.wait(POLL_SECONDS)
-            if visitor.sender.is_cancelled():
-                raise cancelled_in_queue()
-            if visitor.deadline is not None and time.monotonic() > visitor.deadline:
-                raise timed_out()
+            if fault := fault_in_queue(visitor.sender.is_cancelled(), visitor.deadline):
+                raise fault
 
     def _run(self) -> None:
         """Follows one engine process after the other."""

@@ -28,7 +28,7 @@ from sangam_backend.server.channel import Channel, Readings, Start
 from sangam_backend.server.options import (
     Incoming,
     Options,
-    cancelled_in_queue,
+    fault_in_queue,
     shutting_down,
     timed_out,
 )
@@ -172,10 +172,8 @@ class Instance:
                 if self.has_room():
                     return
                 self.room.wait(POLL_SECONDS)
-            if client.reply.is_cancelled():
-                raise cancelled_in_queue()
-            if client.deadline is not None and time.monotonic() > client.deadline:
-                raise timed_out()
+            if fault := fault_in_queue(client.reply.is_cancelled(), client.deadline):
+                raise fault
 
     def _num_held(self) -> int:
         """Requests that count against the backlog."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,5 +63,8 @@ def timed_out() -> RequestError:
     )
 
 
-def cancelled_in_queue() -> RequestError:
-    return RequestError(ErrorCode.CANCELLED, "cancelled while it waited in the queue")
+def fault_in_queue(is_cancelled: bool, deadline: float | None) -> RequestError | None:
+    """Why a request that waits need not be let in any more."""
+    if is_cancelled:
+        return RequestError(ErrorCode.CANCELLED, "cancelled while it waited in the queue")
+    return timed_out() if deadline is not None and time.monotonic() > deadline else None

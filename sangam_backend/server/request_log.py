@@ -17,7 +17,8 @@ class RequestLog:
 
     def saw_text(self, request: Request, now: float) -> None:
         """Tokens of it are sent, perhaps the first."""
-        self._first_text.setdefault(request, now)
+        if self._event_log is not None:
+            self._first_text.setdefault(request, now)
 
     def add_end(self, request: Request, outcome: str, block: int | None = None) -> None:
         """A request that has ended, or of a decode instance a block."""

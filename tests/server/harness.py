@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tritonclient import grpc as tritongrpc
 
-from sangam_backend.background import children, free_ports
+from sangam_backend.background import children, free_ports, read_metrics
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "checkpoints" / "tiny-llada"
@@ -183,11 +183,7 @@ class Serving:
 
     def gauges(self) -> dict[str, float]:
         """The gauges of the project, summed over the instances."""
-        _, text = self.http("/metrics", port=2)
-        sums: dict[str, float] = {}
-        for name, value in re.findall(r"^(sangam_\w+)\{.*\} (\S+)$", text, re.MULTILINE):
-            sums[name] = sums.get(name, 0) + float(value)
-        return sums
+        return read_metrics(f"http://127.0.0.1:{self.ports[2]}/metrics")
 
     def totals(self) -> dict[str, float]:
         """As `gauges`, with the labels but model and instance in the names."""
