@@ -35,7 +35,11 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        return cls(os.getpid(), _start_time(os.getpid()) or 0)
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        return cls(pid, _start_time(pid) or 0)
 
     def is_running(self) -> bool:
         return _start_time(self.pid) == self.started

@@ -7,6 +7,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from sangam_backend.handover import Process
 from sangam_backend.request import RequestError
 from sangam_backend.server.readings import Series
 
@@ -16,8 +17,10 @@ class Start(NamedTuple):
 
     args: dict[str, str]
     """What Triton tells an instance of itself."""
-    server: int
-    """Process id of tritonserver."""
+    server: Process
+    """Tritonserver."""
+    stub: int
+    """Process id of the one that Triton started for the instance."""
 
 
 class Started(NamedTuple):

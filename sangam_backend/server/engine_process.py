@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -28,6 +29,8 @@ from sangam_backend.server.entrance import Entrance
 from sangam_backend.server.instance import Instance
 from sangam_backend.server.open_instance import open_instance
 from sangam_backend.server.reply import Reply
+
+WATCH_SECONDS = 0.5
 
 
 def serve(channel: Channel, instance: Instance) -> None:
@@ -55,12 +58,26 @@ def serve(channel: Channel, instance: Instance) -> None:
     os._exit(1)
 
 
+def follow_server(start: Start) -> None:
+    """Ends the stub and this process after the server.
+
+    The stub cannot look itself: a call into a server that dies never returns, and holds the
+    interpreter's lock.
+    """
+    while start.server.is_running():
+        time.sleep(WATCH_SECONDS)
+    if os.getppid() == start.stub:
+        os.kill(start.stub, signal.SIGKILL)
+    os._exit(1)
+
+
 def main() -> None:
     # The terminal's Ctrl-C is for the server, which drains first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     channel = Channel(Connection(int(sys.argv[1])))
     start: Start = channel.receive()
+    _start(lambda: follow_server(start))
     try:
         instance = open_instance(start, channel)
     except (ConfigError, ValueError) as error:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import triton_python_backend_utils as pb_utils
 
 from sangam_backend.config import MAX_REQUEST_TIME
+from sangam_backend.handover import Process
 from sangam_backend.request import ErrorCode, RequestError
 from sangam_backend.server.channel import (
     Cancel,
@@ -40,7 +41,6 @@ from sangam_backend.server.sender import Sender
 from sangam_backend.server.wire import build_response, read_handover, read_request
 
 POLL_SECONDS = 0.02
-WATCH_SECONDS = 0.5
 BEAT_SECONDS = 1.0
 FROZEN_SECONDS = 20.0
 """An engine process that gives no sign for so long is killed; it gives one every second."""
@@ -106,8 +106,7 @@ class Host:
 
     def __init__(self, args: dict[str, str], command: Sequence[str]) -> None:
         """Raises StartError."""
-        threading.Thread(target=_follow_server, args=(os.getppid(),), daemon=True).start()
-        self._start = Start(args, os.getppid())
+        self._start = Start(args, Process.of(os.getppid()), os.getpid())
         parameters = json.loads(args["model_config"]).get("parameters", {})
         self._role = parameters.get("role", {}).get("string_value", "colocated")
         longest = parameters.get("max_request_time", {}).get("string_value")
@@ -315,10 +314,3 @@ class Host:
 def _python() -> str:
     """Of the stub, whose own sys.executable may be anything: it takes the first on PATH."""
     return shutil.which("python3") or sys.executable
-
-
-def _follow_server(server: int) -> None:
-    """Ends the process after its server: a stub left alone waits for ever."""
-    while os.getppid() == server:
-        time.sleep(WATCH_SECONDS)
-    os._exit(1)

@@ -108,7 +108,7 @@ class PrefillInstance(Instance):
         self._next_watch = 0.0
         self._pool_full = 0.0
         """When a decode instance last said that it takes no more."""
-        self._link = Link(start.server, self._receive)
+        self._link = Link(start.server.pid, self._receive)
 
     def _hand_over(self, request: Request, prefill_follows: bool) -> None:
         """See `Peers.hand_over`."""
@@ -300,7 +300,7 @@ class DecodeInstance(Instance):
         """Addresses of the prefill instances."""
         self._process = astuple(Process.current())
         self._next_beat = 0.0
-        self._link = Link(start.server, self._receive)
+        self._link = Link(start.server.pid, self._receive)
 
     def _pulled(self, request: Request) -> None:
         """See `Peers.pulled`."""

@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server.conftest import Oracle
 from server.harness import (
+    ANSWER_SECONDS,
     START_SECONDS,
     TINY,
     Answer,
@@ -37,33 +39,34 @@ from sangam_backend.supervisor import Endpoints, Server
 
 IDS = [72, 101, 108, 108, 111]
 LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 128}
+LONGER = LONG | {"max_tokens": 800}
 FAILING_MODEL = Path(__file__).parent / "failing_model" / "1"
 
 
-def start_long_stream(server: Serving) -> Stream:
+def start_stream(server: Serving, sampling: dict[str, Any]) -> Stream:
     stream = Stream(server.grpc_url)
-    stream.send({"input_ids": IDS, "stream": True, "sampling_parameters": LONG})
-    wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0, 5)
+    stream.send({"input_ids": IDS, "stream": True, "sampling_parameters": sampling})
+    wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0)
     return stream
 
 
 @contextlib.contextmanager
-def ends_within(server: Serving, seconds: float) -> Iterator[None]:
+def ends(server: Serving) -> Iterator[None]:
     """The command and all that it started end, with status 0, and leave no shared memory."""
     triton, stubs = server.tree()
     engines = [engine for stub in stubs for engine in children(stub)]
     yield
-    server.process.wait(seconds)
+    server.process.wait(ANSWER_SECONDS)
     assert server.process.returncode == 0, server.log.read_text()
-    assert [pid for pid in (triton, *stubs, *engines) if is_running(pid)] == []
+    wait_for(lambda: not any(map(is_running, (triton, *stubs, *engines))))
     assert server.regions() == []
 
 
 def test_a_stream_finishes_after_sigterm(tmp_path: Path, oracle: Oracle) -> None:
     with serving(tmp_path / "log") as server:
         assert server.regions() != []
-        stream = start_long_stream(server)
-        with ends_within(server, 15):
+        stream = start_stream(server, LONG)
+        with ends(server):
             server.process.terminate()
             answer = stream.receive()
             stream.close()
@@ -76,28 +79,27 @@ def test_requests_of_several_blocks_finish_after_sigterm(
     mode: str, tmp_path: Path, oracle: Oracle
 ) -> None:
     with serving(tmp_path / "log", f"--mode={mode}") as server:
-        stream = start_long_stream(server)
-        with ends_within(server, 15):
+        stream = start_stream(server, LONGER)
+        with ends(server):
             server.process.terminate()
-            wait_for(lambda: server.http("/v2/models/sangam/ready")[0] != 200, 5)
+            wait_for(lambda: server.http("/v2/models/sangam/ready")[0] != 200)
             late = server.ask({"input_ids": IDS})
             answer = stream.receive()
             stream.close()
         assert late.error is not None
         assert "unknown model" in late.error
         assert (answer.error, answer.finals) == (None, 1)
-        assert answer.ids == oracle.answer(Prompt(input_ids=IDS), LONG).ids
+        assert answer.ids == oracle.answer(Prompt(input_ids=IDS), LONGER).ids
 
 
 @pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
 def test_what_outlasts_the_grace_time_is_answered(mode: str, tmp_path: Path) -> None:
     with serving(tmp_path / "log", f"--mode={mode}", "--grace=1") as server:
         stream = Stream(server.grpc_url)
-        outlasting = LONG | {"max_tokens": 800}
-        stream.send({"input_ids": IDS, "stream": True, "sampling_parameters": outlasting})
+        stream.send({"input_ids": IDS, "stream": True, "sampling_parameters": LONGER})
         answer = Answer()
         stream.receive_into(answer)
-        with ends_within(server, 10):
+        with ends(server):
             server.process.terminate()
             while answer.error is None:
                 stream.receive_into(answer)
@@ -108,17 +110,17 @@ def test_what_outlasts_the_grace_time_is_answered(mode: str, tmp_path: Path) -> 
 
 
 def test_an_idle_stream_does_not_hold_the_exit_up(tmp_path: Path) -> None:
-    with serving(tmp_path / "log") as server:
+    with serving(tmp_path / "log", "--grace=1000") as server:
         stream = Stream(server.grpc_url)
         stream.send({"input_ids": IDS, "max_tokens": 4})
         assert stream.receive().error is None
-        with ends_within(server, 10):
+        with ends(server):
             server.process.terminate()
         stream.close()
 
 
 def test_ctrl_c_ends_all_processes_even_after_a_dead_stub(tmp_path: Path) -> None:
-    with serving(tmp_path / "log", "--grace", "5") as server, ends_within(server, 10):
+    with serving(tmp_path / "log", "--grace", "5") as server, ends(server):
         _, (stub,) = server.tree()
         os.kill(stub, signal.SIGKILL)
         server.process.send_signal(signal.SIGINT)
@@ -126,18 +128,19 @@ def test_ctrl_c_ends_all_processes_even_after_a_dead_stub(tmp_path: Path) -> Non
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with serving(tmp_path / "log") as server:
-        stream = start_long_stream(server)
-        with ends_within(server, 5):
+        stream = start_stream(server, LONGER)
+        with ends(server):
             server.process.send_signal(signal.SIGINT)
-            wait_for(lambda: server.http("/v2/models/sangam/ready")[0] != 200, 5)
+            wait_for(lambda: server.http("/v2/models/sangam/ready")[0] != 200)
             server.process.send_signal(signal.SIGINT)
+        assert stream.receive().error is not None
         stream.close()
 
 
 def test_sigterm_while_the_server_starts(tmp_path: Path) -> None:
     with launched(tmp_path / "log") as server:
         wait_for(lambda: bool(children(server.process.pid)), START_SECONDS, server.process)
-        with ends_within(server, 20):
+        with ends(server):
             server.process.terminate()
         assert "Sangam is ready" not in server.log.read_text()
 
@@ -148,8 +151,11 @@ def test_a_stub_follows_its_killed_server_and_another_is_started(tmp_path: Path)
         (engine,) = server.engines()
         # Without the command, which would end the whole group.
         server.process.send_signal(signal.SIGSTOP)
+        os.kill(triton, signal.SIGSTOP)
+        # Meanwhile the stub calls into its server, which never returns.
+        time.sleep(3)
         os.kill(triton, signal.SIGKILL)
-        wait_for(lambda: not (is_running(stub) or is_running(engine)), 2)
+        wait_for(lambda: not (is_running(stub) or is_running(engine)))
         server.process.send_signal(signal.SIGCONT)
         wait_until_answering(server)
         assert (
@@ -173,7 +179,7 @@ def test_an_idle_server_whose_stub_dies_loads_its_models_again(tmp_path: Path, m
     with serving(tmp_path / "log", f"--mode={mode}") as server:
         triton, stubs = server.tree()
         os.kill(stubs[0], signal.SIGKILL)
-        wait_for(lambda: not set(stubs) & set(children(triton)), 20)
+        wait_for(lambda: not set(stubs) & set(children(triton)))
         wait_until_answering(server)
         assert server.tree()[0] == triton
         assert "a stub process has died; the models are loaded again" in server.log.read_text()
@@ -183,11 +189,9 @@ def test_requests_of_a_dead_stub_end_with_its_server(tmp_path: Path) -> None:
     """Triton would keep them for ever."""
     with serving(tmp_path / "log") as server:
         triton, (stub,) = server.tree()
-        stream = start_long_stream(server)
+        stream = start_stream(server, LONG)
         os.kill(stub, signal.SIGKILL)
-        started = time.monotonic()
         assert stream.receive().error is not None
-        assert time.monotonic() - started < 5
         stream.close()
         wait_until_answering(server)
         assert server.tree()[0] != triton
@@ -201,7 +205,7 @@ def test_all_processes_end_with_a_killed_command(tmp_path: Path) -> None:
         assert len(pids) == 5
         server.process.kill()
         server.process.wait()
-        wait_for(lambda: not any(map(is_running, pids)), 5)
+        wait_for(lambda: not any(map(is_running, pids)))
         (lock,) = [path for path in server.regions() if path.suffix == ".lock"]
         left = [*server.regions(), directory_of(lock.stem), meeting_path(triton)]
         with claimed_name() as running:
@@ -237,7 +241,7 @@ def test_a_frozen_stub(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> N
         time.sleep(6)
         assert own_server.process.pid == first
         os.kill(stub, signal.SIGSTOP)
-        wait_for(lambda: own_server.process.pid != first, 10)
+        wait_for(lambda: own_server.process.pid != first)
         wait_for(own_server.wait_until_ready, START_SECONDS)
         stream = Stream(f"127.0.0.1:{own_server.endpoints.grpc_port}")
         stream.send({"input_ids": IDS, "max_tokens": 4})
@@ -271,7 +275,7 @@ def test_a_dead_engine_answers_everybody_and_is_started_again(own_server: Server
             assert answer == Answer(
                 error="[INTERNAL] the engine failed: RuntimeError('poisoned')", finals=answer.finals
             )
-        wait_for(lambda: not is_running(engine), 2)
+        wait_for(lambda: not is_running(engine))
         # It waits for the new engine process.
         stream.send({"input_ids": IDS, "sampling_parameters": {"max_tokens": 4}})
         assert stream.receive().error is None
@@ -283,14 +287,14 @@ def test_a_dead_engine_answers_everybody_and_is_started_again(own_server: Server
 def test_a_killed_engine_while_clients_wait_for_it(tmp_path: Path, oracle: Oracle) -> None:
     """Requests that the engine has not yet taken go to the next one."""
     with serving(tmp_path / "log", "--backlog", "1") as server:
-        taken = start_long_stream(server)
+        taken = start_stream(server, LONG)
         waiting = Stream(server.grpc_url)
         waiting.send({"input_ids": IDS, "sampling_parameters": LONG})
         (engine,) = server.engines()
         os.kill(engine, signal.SIGKILL)
         assert taken.receive().error == "[UNAVAILABLE] the engine process ended with signal 9"
         assert waiting.receive().ids == oracle.answer(Prompt(input_ids=IDS), LONG).ids
-        wait_for(lambda: server.outcomes("length") == 1, 5)
+        wait_for(lambda: server.outcomes("length") == 1)
         assert server.outcomes("unavailable") == 1
         for stream in (taken, waiting):
             stream.close()
