@@ -37,7 +37,7 @@ def test_answers_many_streams_at_once(server: Serving) -> None:
         assert answer.error is None
         assert answer.text.endswith("The sum is 4438.")
         assert answer.finish_reason == "stop"
-    wait_for(server.is_idle, 5)
+    wait_for(server.is_idle)
 
 
 def test_cancelled_streams_give_their_pages_back(server: Serving) -> None:
@@ -45,8 +45,8 @@ def test_cancelled_streams_give_their_pages_back(server: Serving) -> None:
     streams = [Stream(server.grpc_url) for _ in range(8)]
     for stream in streams:
         stream.send({"messages": QUESTION, "sampling_parameters": sampling})
-    wait_for(lambda: server.gauges()["sangam_kv_pages_used"] > 0, 5)
+    wait_for(lambda: server.gauges()["sangam_kv_pages_used"] > 0)
     for stream in streams:
         stream.close(cancel=True)
-    wait_for(server.is_idle, 5)
+    wait_for(server.is_idle)
     assert ask(server, max_tokens=64).text.endswith("The sum is 4438.")

@@ -245,7 +245,7 @@ def launched(
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
             for pid in [*children(process.pid), process.pid]:
                 os.kill(pid, signal.SIGKILL)
@@ -263,9 +263,14 @@ def run_sangam(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 def wait_for(
-    condition: Callable[[], bool], seconds: float, process: subprocess.Popen[bytes] | None = None
+    condition: Callable[[], bool],
+    seconds: float = ANSWER_SECONDS,
+    process: subprocess.Popen[bytes] | None = None,
 ) -> float:
-    """Seconds it took until the condition held; fails when a process needed for it ends."""
+    """Seconds it took until the condition held; fails when a process needed for it ends.
+
+    The time is for a slow machine: what must be quick has a test of its own.
+    """
     start = time.monotonic()
     while not condition():
         assert process is None or process.poll() is None, f"ended with {process.returncode}"

@@ -122,5 +122,5 @@ def ask_anything(
 
 def test_any_tensors_end_in_an_answer_or_an_error(server: Serving, good_ids: list[int]) -> None:
     ask_anything(server, good_ids)
-    wait_for(server.is_idle, 5)
+    wait_for(server.is_idle)
     assert server.http("/v2/health/ready")[0] == 200

@@ -25,7 +25,7 @@ def test_health(tmp_path: Path) -> None:
 
         stream = Stream(server.grpc_url)
         stream.send({"input_ids": [1, 2, 3], "sampling_parameters": LONG})
-        wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0, 5)
+        wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0)
         status, text = check(server)
         assert (status, text[:12]) == (0, "well: busy, ")
 

