@@ -25,14 +25,14 @@ from make_tiny import CONTEXT, FAMILIES, HERE, Family, write
 from tasks import TASKS, held_out_items
 from tiny_model import Model, Sequences, save_weights
 from torch import Tensor
-from training_data import Rows, encoder, make_rows
+from training_data import EASY_SHARES, Rows, encoder, make_rows
 
 PEAK_RATE, LEAST_RATE, WARMUP_STEPS = 1.5e-3, 1e-5, 200
 WEIGHT_DECAY = 0.05
 EMA_DECAY = 0.998
 EOS_WEIGHT = 0.05
 LATER_BLOCK_WEIGHT = 0.1
-EASY_LENGTH, EASY_SHARE = 160, 0.25
+EASY_LENGTH, EASY_SHARE = 160, 0.3
 """Chats are this short for the first share of the training: retrieval is learned on short ones."""
 COMMITS = (1, 4)
 """Tokens a forward in the evaluation."""
@@ -235,7 +235,8 @@ def main() -> None:
     args = parse_args()
     start_log(args.log)
     size = args.tokens_per_step
-    easy = make_rows(args.family, f"{args.seed} easy", args.items // 4, size, EASY_LENGTH)
+    seed, few = f"{args.seed} easy", args.items // 3
+    easy = make_rows(args.family, seed, few, size, EASY_LENGTH, EASY_SHARES)
     rows = make_rows(args.family, f"{args.seed}", args.items, size)
     log.info("%.1f M tokens of data", (easy.tokens.size + rows.tokens.size) / 1e6)
     device = torch.device(args.device)

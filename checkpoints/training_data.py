@@ -32,6 +32,8 @@ SHARES = {
     "shuffle": 2.0,
     "choose": 2.5,
 }
+EASY_SHARES = SHARES | {"facts": 12.0}
+"""For the short chats of the beginning, where retrieval is found out."""
 
 # What comes around the user's text in a chat of one turn.
 AROUND = {
@@ -86,14 +88,21 @@ class Encoder:
 encoder = cache(Encoder)
 
 
-def make_rows(family: str, seed: str, count: int, size: int, longest: int = CONTEXT) -> Rows:
+def make_rows(
+    family: str,
+    seed: str,
+    count: int,
+    size: int,
+    longest: int = CONTEXT,
+    shares: dict[str, float] = SHARES,
+) -> Rows:
     """About `count` chats, without those of more than `longest` tokens, in rows of `size` tokens;
     made on all cores."""
     # A tokenizer that has started threads cannot be used after a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     vocabulary()
     chunks = max(1, count // CHUNK)
-    work = partial(make_chunk, family, min(count, CHUNK), size, longest)
+    work = partial(make_chunk, family, min(count, CHUNK), size, longest, shares)
     seeds = [f"{seed} {chunk}" for chunk in range(chunks)]
     workers = min(WORKERS, len(os.sched_getaffinity(0)))
     with multiprocessing.get_context("fork").Pool(workers) as pool:
@@ -101,10 +110,12 @@ def make_rows(family: str, seed: str, count: int, size: int, longest: int = CONT
     return Rows(*(np.concatenate(column) for column in zip(*made)))
 
 
-def make_chunk(family: str, count: int, size: int, longest: int, seed: str) -> Rows:
+def make_chunk(
+    family: str, count: int, size: int, longest: int, shares: dict[str, float], seed: str
+) -> Rows:
     rng = Random(seed)
-    shares = [SHARES.get(task, 1.0) for task in TASKS]
-    items = [generate(rng, task) for task in rng.choices(list(TASKS), shares, k=count)]
+    weights = [shares.get(task, 1.0) for task in TASKS]
+    items = [generate(rng, task) for task in rng.choices(list(TASKS), weights, k=count)]
     encode = encoder(family)
     answers = encode.answers(items)
     canvases = [canvas_length(rng, len(answer)) for answer in answers]

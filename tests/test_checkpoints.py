@@ -17,7 +17,7 @@ import train
 from exact_match import decode, make_questions
 from make_tiny import CONTEXT, EMBEDDING_ROWS, FAMILIES, TEXT_TOKENS, vocabulary, write
 from tiny_model import Model, save_weights, sequences_of
-from training_data import BLOCK, CANVAS_BLOCKS, encoder, make_chunk
+from training_data import BLOCK, CANVAS_BLOCKS, SHARES, encoder, make_chunk
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.frontend import open_frontend
@@ -143,7 +143,7 @@ def test_training_prompts_are_the_chats_of_serving(
 
 
 def test_rows(family: str) -> None:
-    rows = make_chunk(family, 300, ROW, CONTEXT, "0")
+    rows = make_chunk(family, 300, ROW, CONTEXT, SHARES, "0")
     shape = FAMILIES[family]
     for tokens, offsets, starts, ends in zip(*rows):
         assert (np.diff(offsets) >= 0).all()
@@ -161,8 +161,8 @@ def test_rows(family: str) -> None:
             assert set(chat[end:].tolist()) <= {shape.eos_id}
     # Only the last row's chats are left out.
     assert 300 - ROW // BLOCK < (rows.starts < ROW).sum() <= 300
-    again = make_chunk(family, 300, ROW, CONTEXT, "0")
-    easy = make_chunk(family, 300, ROW, 100, "0")
+    again = make_chunk(family, 300, ROW, CONTEXT, SHARES, "0")
+    easy = make_chunk(family, 300, ROW, 100, SHARES, "0")
     assert 50 < np.diff(easy.offsets)[easy.starts < ROW].max() <= 100
     for column in rows._fields:
         assert np.array_equal(getattr(rows, column), getattr(again, column))
@@ -170,7 +170,7 @@ def test_rows(family: str) -> None:
 
 def test_corruption_masks_only_answers(family: str) -> None:
     shape = FAMILIES[family]
-    for columns in zip(*make_chunk(family, 300, ROW, CONTEXT, "0")):
+    for columns in zip(*make_chunk(family, 300, ROW, CONTEXT, SHARES, "0")):
         row = train.Row(*map(torch.as_tensor, columns))
         ids, weight = train.corrupt(row, shape)
         masked = ids == shape.mask_id
