@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import subprocess
 import sys
@@ -11,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
-from urllib.request import urlopen
 
 from sangam_client import Client
+
+from sangam_backend.scrape import read_metrics
 
 STOP_SECONDS = 60.0
 
@@ -26,20 +26,8 @@ class BackgroundServer(NamedTuple):
     """Its `returncode` is set when the server has stopped."""
 
     def metrics(self) -> dict[str, float]:
-        """See `read_metrics`."""
+        """See `sum_metrics`."""
         return read_metrics(self.metrics_url)
-
-
-def read_metrics(url: str, timeout: float = 10.0) -> dict[str, float]:
-    """Each of our metrics by its name, the sum over all labels. Raises OSError."""
-    with urlopen(url, timeout=timeout) as response:
-        lines = response.read().decode().splitlines()
-    sums: dict[str, float] = {}
-    for line in lines:
-        if line.startswith("sangam_"):
-            name, value = re.split("[{ ]", line)[0], line.split()[-1]
-            sums[name] = sums.get(name, 0.0) + float(value)
-    return sums
 
 
 @contextmanager
@@ -81,12 +69,3 @@ def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(each.getsockname()[1]) for each in taken]
-
-
-def children(pid: int) -> list[int]:
-    """Processes started by one; [] when it has ended."""
-    try:
-        lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    except FileNotFoundError:
-        return []
-    return [int(child) for text in lists for child in text.split()]

@@ -18,31 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sangam_backend.processes import Process
 from sangam_backend.request import ErrorCode, RequestError, SamplingParams
 from sangam_backend.rules import Confidence, Unmasking
 
 KEY_BYTES = 32
 KEY_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A process, told apart from later ones of the same number."""
-
-    pid: int
-    started: int
-    """In clock ticks after boot."""
-
-    @classmethod
-    def current(cls) -> Process:
-        return cls.of(os.getpid())
-
-    @classmethod
-    def of(cls, pid: int) -> Process:
-        return cls(pid, _start_time(pid) or 0)
-
-    def is_running(self) -> bool:
-        return _start_time(self.pid) == self.started
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +128,3 @@ def _read_key(path: Path) -> bytes:
 
 def _sign(body: bytes, key: bytes) -> bytes:
     return hmac.digest(key, body, "sha256")
-
-
-def is_running(pid: int) -> bool:
-    """False for one that has ended and is not yet waited for."""
-    return _start_time(pid) is not None
-
-
-def _start_time(pid: int) -> int | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] == "Z" else int(fields[19])

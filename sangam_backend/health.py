@@ -7,7 +7,7 @@ from typing import Any
 
 from sangam_client import Client, SangamError
 
-from sangam_backend.background import read_metrics
+from sangam_backend.scrape import read_metrics
 
 PROMPT = [0]
 """A token id of every vocabulary."""

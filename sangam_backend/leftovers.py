@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from sangam_backend.handover import is_own, is_running, meeting_path
+from sangam_backend.handover import is_own, meeting_path
+from sangam_backend.processes import is_running
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -23,7 +24,7 @@ def claimed_name() -> Iterator[str]:
     A lock lasts as long as this process, in the eyes of other containers too, where its number
     means nothing: `sweep` removes what belongs to a name whose lock nobody holds.
     """
-    name = f"sangam_{os.getpid()}_{secrets.token_hex(4)}"
+    name = f"{_prefix(os.getpid())}{secrets.token_hex(4)}"
     lock = os.open(SHARED_MEMORY / f"{name}.lock", os.O_CREAT | os.O_EXCL | os.O_RDONLY, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -36,6 +37,11 @@ def claimed_name() -> Iterator[str]:
 
 def directory_of(name: str) -> Path:
     return Path(tempfile.gettempdir()) / name
+
+
+def memory_of(server: int) -> list[Path]:
+    """The shared memory, and the lock, of the `sangam serve` with this process id."""
+    return list(SHARED_MEMORY.glob(f"{_prefix(server)}*"))
 
 
 def make_private(name: str) -> None:
@@ -65,6 +71,10 @@ def sweep() -> None:
         for place in places.iterdir():
             if not is_running(int(place.name)):
                 shutil.rmtree(place, ignore_errors=True)
+
+
+def _prefix(server: int) -> str:
+    return f"sangam_{server}_"
 
 
 def _clear(name: str) -> None:

@@ -7,7 +7,6 @@ import ctypes
 import http.client
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -22,13 +21,14 @@ from typing import NamedTuple
 from sangam_backend.handover import meeting_path
 from sangam_backend.installation import Triton
 from sangam_backend.leftovers import make_private
+from sangam_backend.processes import FROZEN_SECONDS
+from sangam_backend.scrape import HELD_REQUESTS, sum_metrics
 from sangam_backend.trace_context import TRACEPARENT
-from sangam_backend.watch import FROZEN_SECONDS, Watch
+from sangam_backend.watch import Watch
 
 MODEL_NAME = "sangam"
 RESTRICTED = "model-repository,shared-memory,logging,trace"
 GONE = "UNAVAILABLE"
-HELD_REQUESTS = re.compile(r"(?m)^sangam_requests_(?:waiting|decoding|handed_over)\{.*\} (\S+)$")
 CALL_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
 DIE_WITH_PARENT = 1
@@ -142,8 +142,8 @@ class Server:
         return models
 
     def _is_idle(self) -> bool:
-        held = HELD_REQUESTS.findall(self._metrics())
-        return bool(held) and not any(map(float, held))
+        metrics = sum_metrics(self._metrics())
+        return bool(metrics) and not any(metrics[name] for name in HELD_REQUESTS)
 
     def _metrics(self) -> str:
         return self._http(self.endpoints.metrics_port, "GET", "/metrics")[1].decode()

@@ -10,10 +10,8 @@ import re
 import time
 from collections.abc import Callable
 
-from sangam_backend.background import children
-from sangam_backend.handover import is_running
+from sangam_backend.processes import FROZEN_SECONDS, children, is_running
 
-FROZEN_SECONDS = 20.0
 UPTIME = re.compile(r"(?m)^(sangam_uptime_seconds\{.*\}) (\S+)$")
 INSTANCE = re.compile(r'instance="([^"]*)"')
 

@@ -13,7 +13,8 @@ from test_engine import Answer, Job, new_request, random_job, run_reference
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.engine import Engine, Peers
-from sangam_backend.handover import Handover, Process
+from sangam_backend.handover import Handover
+from sangam_backend.processes import Process
 from sangam_backend.request import ErrorCode, FinishReason, Output, Prefilled, Request, RequestError
 from sangam_backend.transport import TransportError
 

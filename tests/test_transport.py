@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sangam_backend.handover import Process
+from sangam_backend.processes import Process
 from sangam_backend.transport import Location, Transport, TransportError, open_transport
 
 SHAPE = (3, 32, 2, 16, 2, 4)

@@ -7,7 +7,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from sangam_backend.handover import Process
+from sangam_backend.processes import Process
 from sangam_backend.request import RequestError
 from sangam_backend.server.readings import Series
 

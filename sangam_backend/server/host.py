@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import triton_python_backend_utils as pb_utils
 
 from sangam_backend.config import MAX_REQUEST_TIME
-from sangam_backend.handover import Process
+from sangam_backend.processes import FROZEN_SECONDS, Process
 from sangam_backend.request import ErrorCode, RequestError
 from sangam_backend.server.channel import (
     Cancel,
@@ -42,8 +42,6 @@ from sangam_backend.server.wire import build_response, read_handover, read_reque
 
 POLL_SECONDS = 0.02
 BEAT_SECONDS = 1.0
-FROZEN_SECONDS = 20.0
-"""An engine process that gives no sign for so long is killed; it gives one every second."""
 LONGEST_BACK_OFF = 30.0
 
 

@@ -24,7 +24,8 @@ from typing import Any
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.engine import Peers
-from sangam_backend.handover import Handover, Process, meeting_place, shared_key
+from sangam_backend.handover import Handover, meeting_place, shared_key
+from sangam_backend.processes import Process
 from sangam_backend.request import ErrorCode, Output, Prefilled, Request, RequestError
 from sangam_backend.server.channel import Channel, Start
 from sangam_backend.server.instance import Client, Instance, error_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sangam_backend.buffers import to_device
-from sangam_backend.handover import Process
 from sangam_backend.kernels.pages import copy_pages
+from sangam_backend.processes import Process
 from sangam_backend.transport import TransportError
 from sangam_backend.transport.host import HostTransport
 

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sangam_backend.handover import Process
+from sangam_backend.processes import Process
 from sangam_backend.transport import Location, Pull, TransportError
 
 

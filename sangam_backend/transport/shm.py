@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sangam_backend.handover import Process
+from sangam_backend.processes import Process
 from sangam_backend.transport.host import HostTransport, map_file, natural
 
 

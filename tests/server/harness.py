@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 from tritonclient import grpc as tritongrpc
 
-from sangam_backend.background import children, free_ports, read_metrics
+from sangam_backend.background import free_ports
+from sangam_backend.leftovers import memory_of
+from sangam_backend.processes import children
+from sangam_backend.scrape import HELD_REQUESTS, read_metrics
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "checkpoints" / "tiny-llada"
 SANGAM = [sys.executable, "-m", "sangam_backend.cli"]
-SHARED_MEMORY = Path("/dev/shm")
 START_SECONDS = 120
 ANSWER_SECONDS = 60
 
@@ -201,8 +203,7 @@ class Serving:
 
     def is_idle(self) -> bool:
         gauges = self.gauges()
-        held = [f"sangam_requests_{state}" for state in ("waiting", "decoding", "handed_over")]
-        return not any(gauges[name] for name in [*held, "sangam_kv_pages_used"])
+        return not any(gauges[name] for name in (*HELD_REQUESTS, "sangam_kv_pages_used"))
 
     def tree(self) -> tuple[int, list[int]]:
         """The processes under the command: tritonserver, and its stubs."""
@@ -216,7 +217,7 @@ class Serving:
         return [engine for stub in stubs for engine in children(stub)]
 
     def regions(self) -> list[Path]:
-        return list(SHARED_MEMORY.glob(f"sangam_{self.process.pid}_*"))
+        return memory_of(self.process.pid)
 
 
 @contextlib.contextmanager

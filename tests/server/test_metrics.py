@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from server.harness import EVERYTHING, Answer, Serving, serving, wait_for
 
+from sangam_backend.scrape import HELD_REQUESTS
 from sangam_backend.server.readings import GAUGES
 
 REQUESTS = 24
@@ -92,7 +93,6 @@ def check_scrapes(scrapes: list[dict[str, float]]) -> None:
     assert (
         0 < max(each["sangam_kv_pages_used"] for each in during) <= after["sangam_kv_pages_total"]
     )
-    held = ("sangam_requests_waiting", "sangam_requests_decoding", "sangam_requests_handed_over")
-    assert max(sum(each[name] for name in held) for each in during) > 1
+    assert max(sum(each[name] for name in HELD_REQUESTS) for each in during) > 1
     counted = [each["sangam_generated_tokens_total"] for each in during]
     assert any(0 < tokens < after["sangam_generated_tokens_total"] for tokens in counted)

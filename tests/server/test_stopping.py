@@ -28,12 +28,13 @@ from server.harness import (
 )
 
 from sangam_backend import supervisor, watch
-from sangam_backend.background import children, free_ports
+from sangam_backend.background import free_ports
 from sangam_backend.config import EngineConfig
 from sangam_backend.deployment import Deployment, Pool, write_repository
-from sangam_backend.handover import is_running, meeting_path
+from sangam_backend.handover import meeting_path
 from sangam_backend.installation import find_triton
 from sangam_backend.leftovers import claimed_name, directory_of, sweep
+from sangam_backend.processes import children, is_running
 from sangam_backend.prompt import Prompt
 from sangam_backend.supervisor import Endpoints, Server
 
