@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import inspect
 import sys
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from sangam_backend.config import ConfigError, EngineConfig
 
@@ -15,6 +20,12 @@ if TYPE_CHECKING:
 HALVES = {"sangam_prefill": "prefill_", "sangam_decode": "decode_"}
 POOLS = {"colocated": {"sangam": ""}, "disaggregated": HALVES, "hybrid": HALVES}
 """Of each mode the models with instances, and what their options begin with."""
+OPTIONS = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "role"]
+SERVE_OPTIONS = (
+    *("prefill_overflow_tokens", "max_queue_size", "max_queue_tokens", "max_request_time"),
+    *("backlog", "event_log"),
+)
+"""Those that mean nothing without a server."""
 
 
 def main() -> None:
@@ -46,17 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--startup-timeout", type=float, default=600, metavar="SECONDS")
     serve.add_argument("--grace", type=float, default=30, metavar="SECONDS",
                        help="how long running requests may go on after SIGTERM")  # fmt: skip
-    serve.add_argument("--event-log", default=argparse.SUPPRESS, metavar="DIRECTORY",
-                       help="write a row of each iteration and request, as CSV files")  # fmt: skip
-    serve.add_argument("--max-queue-size", type=int, default=argparse.SUPPRESS, metavar="N",
-                       help="requests that wait for an instance; more are refused")  # fmt: skip
-    serve.add_argument("--max-queue-tokens", type=int, default=argparse.SUPPRESS, metavar="N",
-                       help="prefill tokens that wait in it; more are refused")  # fmt: skip
-    serve.add_argument("--max-request-time", type=float, default=argparse.SUPPRESS, metavar="S",
-                       help="the longest time of a request, and the default")  # fmt: skip
     serve.add_argument("triton_options", nargs="*", metavar="-- TRITON_OPTION",
                        help="after --, options of tritonserver, as they are")  # fmt: skip
-    _add_engine_options(serve)
+    _add_engine_options(serve, OPTIONS)
 
     health = commands.add_parser("health", help="ask a server for a token; status 1 if it is ill")
     health.set_defaults(run=_health)
@@ -69,51 +72,41 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--input", type=Path, required=True, metavar="FILE.jsonl")
     generate.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl")
     generate.add_argument("--engine", choices=["sangam", "reference"], default="sangam")
-    _add_engine_options(generate)
+    _add_engine_options(generate, [name for name in OPTIONS if name not in SERVE_OPTIONS])
     return parser
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The fields of EngineConfig that a person sets, under their own names."""
-    hints = get_type_hints(EngineConfig)
-    for name in (
-        "model",
-        "device",
-        "dtype",
-        "load_format",
-        "block_length",
-        "cache",
-        "max_batch_size",
-        "max_tokens_per_iteration",
-        "queue_order",
-        "max_sequence_length",
-        "max_prompt_tokens",
-        "max_output_tokens",
-        "kv_cache_tokens",
-        "memory_utilization",
-        "attention",
-        "cuda_graphs",
-        "fused_ops",
-        "overlap",
-        "tuned_products",
-        "backlog",
-        "prefill_overflow_tokens",
-    ):
-        kind = hints[name]
-        if kind is bool:
-            parser.add_argument(
-                "--" + name.replace("_", "-"),
-                action=argparse.BooleanOptionalAction,
-                default=argparse.SUPPRESS,
-            )
+def _add_engine_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Fields of EngineConfig, under their own names and with their own docstrings."""
+    kinds, docs = get_type_hints(EngineConfig), _field_docs()
+    for field in dataclasses.fields(EngineConfig):
+        if field.name not in names:
             continue
+        kind, required = kinds[field.name], field.default is dataclasses.MISSING
+        how: dict[str, Any] = {"type": kind if kind in (int, float) else str}
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif get_args(kind):
+            how = {"choices": get_args(kind)}
         parser.add_argument(
-            "--" + name.replace("_", "-"),
-            type=kind if kind in (int, float) else str,
-            choices=get_args(kind) or None,
-            default=argparse.SUPPRESS if name != "model" else None,
-            required=name == "model",
+            "--" + field.name.replace("_", "-"),
+            default=argparse.SUPPRESS,
+            required=required,
+            help=docs[field.name]
+            + ("" if required else f" Default: {str(field.default) or 'none'}."),
+            **how,
         )
+
+
+def _field_docs() -> dict[str, str]:
+    """The string below each field of EngineConfig."""
+    docs = {}
+    (config,) = ast.parse(inspect.getsource(EngineConfig)).body
+    assert isinstance(config, ast.ClassDef)
+    for field, below in pairwise(config.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            docs[ast.unparse(field.target)] = ast.literal_eval(below.value)
+    return docs
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -85,6 +85,7 @@ class EngineConfig:
     max_tokens_per_iteration: int = 2048
     """The token budget T of the scheduler."""
     queue_order: QueueOrder = "arrival"
+    """Which of the waiting prefills comes first."""
     max_sequence_length: int = 0
     """Longest prompt plus canvas; 0 is the model's own limit."""
     max_prompt_tokens: int = 0
@@ -108,7 +109,7 @@ class EngineConfig:
     """Launch an iteration while the one before runs, where its outcome is known beforehand."""
     prefill_overflow_tokens: int = 0
     """Waiting prefill tokens beyond which a prefill instance leaves a block's prefill to the decode
-    instance (hybrid serving); 0 never does."""
+    instance (hybrid serving, which sets 4096); 0 never does."""
     max_queue_size: int = 4096
     """Requests that may wait for room in an instance that is alone; further ones are refused. Of
     several instances Triton keeps the one queue, which has no limit."""

@@ -56,11 +56,16 @@ def test_every_flag_of_serve_is_in_the_table_and_no_other() -> None:
     assert rows - {name for action in serve_options() for name in action.option_strings} == set()
 
 
-def test_no_unknown_flag_is_mentioned() -> None:
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_unknown_flag_is_mentioned(document: Path) -> None:
     known = {name for action in serve_options() for name in action.option_strings}
-    others = {"--shm-size", "--http-address", "--deadline"}  # of docker, tritonserver and health
-    others |= {"--grpc-header-forward-pattern"}  # of tritonserver
-    assert flags_of(without_code(OPERATING)) - known - others == set()
+    for folder in ("sangam_backend", "client", "perf"):
+        for source in (ROOT / folder).rglob("*.py"):
+            known |= set(re.findall(r'"(--[a-z-]+)"', source.read_text()))
+    known |= {f"--{key.replace('_', '-')}" for key in KNOWN}  # of sangam-client
+    others = {"--shm-size", "--http-address", "--model-repository"}  # of docker and tritonserver
+    others |= {"--grpc-header-forward-pattern"}
+    assert flags_of(without_code(document.read_text())) - known - others == set()
 
 
 def test_the_defaults_in_the_table() -> None:
@@ -131,6 +136,21 @@ def test_the_modules_named_in_the_architecture_exist() -> None:
     }
     assert named - modules - folders - others == set()
     assert len(named & modules) > 20
+
+
+def test_the_modules_read_from_top_to_bottom() -> None:
+    """In the order that README gives them, each imports only those before it."""
+    paragraph = README.partition("each file importing only files above it:")[2].split("\n\n")[0]
+    sources: dict[str, str] = {}
+    for path in (ROOT / "sangam_backend").rglob("*.py"):
+        name = path.relative_to(ROOT / "sangam_backend").parts[0].removesuffix(".py")
+        sources[name] = sources.get(name, "") + path.read_text()
+    del sources["__init__"], sources["model_repository"]
+    order = [name for name in re.findall(r"`([a-z_]+)/?`", paragraph) if name in sources]
+    assert sorted(order) == sorted(sources)
+    for place, name in enumerate(order):
+        used = set(re.findall(r"from sangam_backend\.(\w+)", sources[name]))
+        assert used & set(order[place + 1 :]) == set(), name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
