@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -10,6 +11,9 @@ from sangam_backend.server.channel import Channel, Enter, Entered, Queued
 from sangam_backend.server.instance import POLL_SECONDS, Instance
 from sangam_backend.server.options import Incoming, fault_in_queue
 from sangam_backend.server.reply import Reply
+
+SWEEP_SECONDS = 0.25
+"""Thousands may wait: looking at all of them at every admission would cost the engine's time."""
 
 
 class Waiting(NamedTuple):
@@ -51,25 +55,35 @@ class Entrance:
             self._channel.send(Queued(message.id))
 
     def run(self) -> None:
+        next_sweep = 0.0
         while True:
             with self._instance.room:
                 self._instance.room.wait_for(self._may_enter, POLL_SECONDS)
-                faults = self._take_faults()
+                faults = []
+                if (now := time.monotonic()) > next_sweep:
+                    faults = self._take_faults()
+                    next_sweep = now + SWEEP_SECONDS
                 first = self._waiting.popleft() if self._may_enter() else None
                 self._count()
             for waiting, fault in faults:
                 self._instance.refuse(waiting.content, waiting.reply, fault)
             if first is not None:
-                self._instance.accept(first.content, first.reply)
-                self._channel.send(Entered(first.id))
+                self._let_in(first)
+
+    def _let_in(self, waiting: Waiting) -> None:
+        if fault := waiting.fault():
+            self._instance.refuse(waiting.content, waiting.reply, fault)
+        else:
+            self._instance.accept(waiting.content, waiting.reply)
+            self._channel.send(Entered(waiting.id))
 
     def _may_enter(self) -> bool:
         return bool(self._waiting) and (self._most is None or self._instance.has_room())
 
     def _take_faults(self) -> list[tuple[Waiting, RequestError]]:
         faults = [(w, fault) for w in self._waiting if (fault := w.fault()) is not None]
-        for waiting, _ in faults:
-            self._waiting.remove(waiting)
+        gone = {waiting.id for waiting, _ in faults}
+        self._waiting = deque(w for w in self._waiting if w.id not in gone)
         return faults
 
     def _count(self) -> None:

@@ -43,6 +43,8 @@ from sangam_backend.server.wire import build_response, read_handover, read_reque
 POLL_SECONDS = 0.02
 BEAT_SECONDS = 1.0
 LONGEST_BACK_OFF = 30.0
+LOOKS = 256
+"""Clients that one poll looks after: thousands may wait, and each look takes microseconds."""
 
 
 class StartError(Exception):
@@ -288,8 +290,10 @@ class Host:
     def _poll(self) -> None:
         """Looks for clients that have left, and gives a sign of life."""
         next_beat = 0.0
-        while self._run_thread.is_alive():
+        for turn in itertools.count():
             time.sleep(POLL_SECONDS)
+            if not self._run_thread.is_alive():
+                return
             if (now := time.monotonic()) > next_beat:
                 next_beat = now + BEAT_SECONDS
                 self._metrics.beat()
@@ -297,7 +301,8 @@ class Host:
             with self._changed:
                 visitors = list(self._visitors.items())
                 engine = self._engine
-            for id, visitor in visitors:
+            stride = 1 + len(visitors) // LOOKS
+            for id, visitor in visitors[turn % stride :: stride]:
                 if engine and not visitor.cancelled and visitor.sender.is_cancelled():
                     visitor.cancelled = True
                     engine.channel.send(Cancel(id))
