@@ -12,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from sangam_client import connection
+
 from sangam_backend.config import ConfigError, EngineConfig
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
     health = commands.add_parser("health", help="ask a server for a token; status 1 if it is ill")
     health.set_defaults(run=_health)
-    health.add_argument("--url", default="127.0.0.1:8001", help="its gRPC endpoint")
+    connection.add_options(health)
     health.add_argument("--metrics-url", default="http://127.0.0.1:8002/metrics")
     health.add_argument("--deadline", type=float, default=5, metavar="SECONDS")
 
@@ -148,7 +150,8 @@ def _serve(args: argparse.Namespace) -> int:
 def _health(args: argparse.Namespace) -> int:
     from sangam_backend.health import check
 
-    is_well, reason = check(args.url, args.metrics_url, args.deadline)
+    with connection.connect(args) as client:
+        is_well, reason = check(client, args.metrics_url, args.deadline)
     print(f"{'well' if is_well else 'ill'}: {reason}")
     return 0 if is_well else 1
 

@@ -16,7 +16,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 1, "unmasking": "threshold", "confiden
 WORK = ("sangam_iterations_total", "sangam_blocks_handed_over_total")
 
 
-def check(url: str, metrics_url: str, deadline: float) -> tuple[bool, str]:
+def check(client: Client, metrics_url: str, deadline: float) -> tuple[bool, str]:
     """Asks for one token, and says whether the server is well, and why.
 
     A server that is too busy to answer within the deadline is well as long as it gets on.
@@ -26,8 +26,7 @@ def check(url: str, metrics_url: str, deadline: float) -> tuple[bool, str]:
     """
     started, before = time.monotonic(), _work_done(metrics_url, deadline)
     try:
-        with Client(url) as client:
-            client.generate(PROMPT, timeout=deadline, **SAMPLING)
+        client.generate(PROMPT, timeout=deadline, **SAMPLING)
     except SangamError as error:
         work = _work_done(metrics_url, deadline) - before
         if work > 0:

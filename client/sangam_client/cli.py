@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from sangam_client import wire
-from sangam_client.client import Client
+from sangam_client import connection, wire
 from sangam_client.wire import Chunk, Completion, Prompt, SangamError
 
 SAMPLING: dict[str, type] = {
@@ -40,7 +39,7 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> None:
     prompt, sampling = _prompt(args), _sampling(args)
     start = time.perf_counter()
-    with Client(args.url, args.model) as client:
+    with connection.connect(args, args.model) as client:
         if args.stream:
             completion = wire.join(_printed(client.stream(prompt, **sampling)))
             print()
@@ -105,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="any other sampling parameter, VALUE as JSON or else a string; repeatable",
     )
-    parser.add_argument("--url", default="localhost:8001", metavar="HOST:PORT")
+    connection.add_options(parser)
     parser.add_argument("--model", default="sangam", metavar="NAME")
     return parser
 

@@ -163,6 +163,10 @@ class Serving:
     def grpc_url(self) -> str:
         return f"127.0.0.1:{self.ports[1]}"
 
+    @property
+    def metrics_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports[2]}/metrics"
+
     def ask(self, inputs: Mapping[str, Any], parameters: Mapping[str, Any] | None = None) -> Answer:
         """Sends one request on a stream of its own."""
         stream = Stream(self.grpc_url)
@@ -185,7 +189,7 @@ class Serving:
 
     def gauges(self) -> dict[str, float]:
         """The gauges of the project, summed over the instances."""
-        return read_metrics(f"http://127.0.0.1:{self.ports[2]}/metrics")
+        return read_metrics(self.metrics_url)
 
     def totals(self) -> dict[str, float]:
         """As `gauges`, with the labels but model and instance in the names."""

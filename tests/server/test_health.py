@@ -12,8 +12,7 @@ LONG = {"unmasking": "quota", "ignore_eos": True, "max_tokens": 1024}
 
 
 def check(server: Serving) -> tuple[int, str]:
-    metrics = f"http://127.0.0.1:{server.ports[2]}/metrics"
-    options = ("--url", server.grpc_url, "--metrics-url", metrics, "--deadline", "1")
+    options = ("--url", server.grpc_url, "--metrics-url", server.metrics_url, "--deadline", "1")
     done = run_sangam("health", *options)
     return done.returncode, done.stdout
 

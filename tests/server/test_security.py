@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import grpc
 import pytest
 import torch
 from sangam_client import Client, SangamError
-from server.harness import TINY, Serving, serving
+from server.harness import SANGAM, TINY, Serving, serving
 
 from sangam_backend.config import EngineConfig
 from sangam_backend.frontend import open_frontend
@@ -58,6 +59,12 @@ def test_tls_and_a_key(tmp_path: Path) -> None:
         with Client(url, headers={HEADER: KEY}) as client, pytest.raises(SangamError):
             client.generate([1])
         assert server.generate({"text_input": "x"})[0] == 403
+        reach = [f"--url={url}", f"--ca={tmp_path}/server.crt", f"--header={HEADER}={KEY}"]
+        ask = [sys.executable, "-m", "sangam_client.cli", "--max-tokens=4", "Hello"]
+        probe = [*SANGAM, "health", f"--metrics-url={server.metrics_url}"]
+        for command in (ask, probe):
+            subprocess.run([*command, *reach], check=True, timeout=60)
+            assert subprocess.run([*command, reach[0]], timeout=60).returncode == 1
 
 
 def test_files_are_for_the_own_user_alone(server: Serving) -> None:
